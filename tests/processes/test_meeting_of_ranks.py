@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from ringtmp.errors import UsageError
 from ringtmp.launch.meeting_of_ranks import FIRST, Facts, Meeting, Orders
 from ringtmp.launch.rank_environment import Rank
+from test_torchrun import free_port
 
 ALL_EQUAL = Facts("2.13.0", "1.0", 1, 2**30, "here")
 
@@ -115,18 +116,21 @@ main()
 
 
 @pytest.mark.long  # quick: the meeting, above
-def test_two_machines_with_unequal_torch_end_with_both_versions_told() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_two_machines_with_unequal_torch_end_with_both_versions_told(tmp_path: Path) -> None:
+    port = free_port()
     started = []
     for number, version in enumerate(("2.13.0", "2.4.1")):
         place = dict(os.environ, RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         command = [sys.executable, "-c", WITH_TORCH, version, "train", "--steps", "2", "--quiet"]
-        started.append(subprocess.Popen(command, env=place, stderr=subprocess.PIPE, text=True))
-    for each in started:
-        _, err = each.communicate(timeout=60)
-        assert each.returncode == 2, err
-        assert "has torch 2.4.1" in err
-        assert "rank 0 has torch 2.13.0" in err
-        assert "Traceback" not in err
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=place, stderr=subprocess.PIPE, text=True))
+    try:
+        for each in started:
+            _, err = each.communicate(timeout=110)
+            assert each.returncode == 2, err
+            assert "has torch 2.4.1" in err
+            assert "rank 0 has torch 2.13.0" in err
+            assert "Traceback" not in err
+    finally:
+        for each in started:
+            each.kill()
+    assert not list(tmp_path.glob("runs/*")), "nothing has begun"
