@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +15,8 @@ import torch
 from commands import here
 from ringtmp.errors import UsageError
 from ringtmp.strategies.allreduce import AllReduceSettings
+from ringtmp.transport import torch_distributed
+from ringtmp.wire.address import NOWHERE
 from test_torchrun import digest, summary, torchrun
 from test_transports import ranks
 
@@ -39,6 +45,43 @@ def test_sums_come_in_the_order_of_their_starts_with_the_same_bits_everywhere_an
         assert all(torch.equal(each[at], found[0][at]) for each in found)
     for end in ends:
         end.close()
+
+
+def test_no_thread_outlives_a_transport_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes back from the library while the interpreter goes down aborts the process, after its work was done."""
+    monkeypatch.setattr(torch_distributed, "CLOSE_LIMIT_S", 0.2)
+    before = set(threading.enumerate())
+    here_, silent, _ = ranks(3)
+    for peer in (1, 2):
+        here_.connect(peer, NOWHERE)  # who never says anything
+    here_.sums.start((0, 0), torch.ones(1000))  # which nobody else starts
+    here_.close()
+    assert set(threading.enumerate()) <= before
+    silent.close()
+
+
+#: Sums are under way when the interpreter goes down, and end meanwhile.
+ENDS_AMID_SUMS = """
+import torch
+from test_transports import ranks
+ends = ranks(2)
+for number in range(20):
+    for end in ends:
+        end.sums.start((0, number), torch.ones(100_000))
+for end in ends:
+    end.close()
+"""
+
+
+@pytest.mark.long  # quick: the threads, above
+def test_a_process_that_closes_amid_sums_is_not_aborted() -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS_AMID_SUMS], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
 
 
 def test_without_ranks_or_with_a_lossy_wire_it_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from ringtmp.launch.rank_environment import Rank, this_rank
 
 #: What a rank runs: the command line, which must not need ZeroMQ.
 PROGRAM = """
-import sys
+import os, sys
+open(f"started-{os.environ['RANK']}-{os.getpid()}", "w").close()
 from ringtmp.__main__ import main
 try:
     main()
@@ -31,13 +32,21 @@ finally:
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def torchrun(ranks: int, *args: object, cwd: Path, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def torchrun(
+    ranks: int, *args: object, cwd: Path, more: tuple[str, ...] = (), meet: tuple[str, ...] = ("--standalone",)
+) -> subprocess.Popen[str]:
     (cwd / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *more]
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", str(ranks), *more]
     return subprocess.Popen(
         [*command, "program.py", "train", *map(str, args)],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def summary(process: subprocess.Popen[str]) -> dict[str, object]:
@@ -104,6 +113,31 @@ def test_a_killed_rank_is_restarted_with_all_others_and_the_run_ends_with_the_sa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
+def test_two_torchruns_that_count_restarts_differently_meet_again_at_once(tmp_path: Path) -> None:
+    """The torchrun of rank 0 loses nothing and counts nothing. The quick twin is in `test_meeting_of_ranks.py`."""
+    given = ("--steps", 150, "--checkpoint-every", 20, "--threads", 1)  # with one rank each, torchrun sets no number
+    where = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1")
+    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", *where)
+    both = [
+        torchrun(1, *given, "--json", "--run-dir", "run", cwd=tmp_path, more=("--max-restarts", "3"), meet=meet)
+        for _ in range(2)
+    ]
+    wait_for_step(tmp_path / "run", 45, both[0])
+    ranks = [rank for each in both for rank in psutil.Process(each.pid).children() if "program.py" in rank.cmdline()]
+    (victim,) = [each for each in ranks if each.environ()["RANK"] == "1"]
+    victim.kill()
+    said = [each.communicate(timeout=200) for each in both]
+    assert [each.returncode for each in both] == [0, 0], said
+    (told,) = [json.loads(out) for out, _ in said if out]
+    assert told["weights_sha256"] == digest(*given, "--nodes", 1, cwd=tmp_path)
+    starts = sorted(each.name.split("-")[1] for each in tmp_path.glob("started-*"))
+    assert starts == ["0", "0", "1", "1"], "one restart was enough"
+    assert [each.name for each in tmp_path.glob("run*")] == ["run"], "the run went on where it was"
+    assert_all_gone(ranks)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_interrupted_torchrun_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     started = torchrun(2, "--steps", 5000, "--run-dir", "run", cwd=tmp_path)
@@ -121,14 +155,11 @@ def test_an_interrupted_torchrun_leaves_a_checkpoint_and_no_process(tmp_path: Pa
 
 @pytest.mark.long
 def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     code = (
         "from ringtmp.launch.rank_environment import this_rank\nfrom ringtmp.launch.torchrun_ranks import RankPool\n"
-        "RankPool(this_rank(), 1.0).start('ring', 1)"
+        "from ringtmp.launch.meeting_of_ranks import Meeting\nRankPool(Meeting(this_rank(), 1.0)).start('ring', 1)"
     )
-    environment = dict(os.environ, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    environment = dict(os.environ, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )

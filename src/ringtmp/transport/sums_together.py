@@ -47,7 +47,14 @@ class SumsTogether:
         return bool(self._there)
 
     def close(self) -> None:
+        """Nobody waits for a sum any more. The thread ends when those under way have; `ended` waits for that."""
         self._under_way.put(None)
+
+    def ended(self, limit_s: float) -> bool:
+        """Whether the thread has."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _wait_for_all(self) -> None:
         while (sum_ := self._under_way.get()) is not None:

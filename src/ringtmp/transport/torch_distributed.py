@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +28,11 @@ from ringtmp.wire.address import Address
 #: A piece and its header stay far below; a layer's graph is the largest header.
 MAX_PACKET_BYTES = 64 * 2**20
 CLOSE_LIMIT_S = 5.0
+#: For what ends by itself, or at once when connections are cut.
+END_LIMIT_S = 1.0
 _CLOSING = -1
+#: Of messages, and one that nobody sends.
+_TAG, _NEVER = 0, 1
 _CHANNELS = frozenset(map(int, Channel))
 #: Number of frames, then the length of each.
 _COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
@@ -77,14 +82,28 @@ class TorchTransport:
         return [peer for peer, lane in self._lanes.items() if lane.broken]
 
     def close(self) -> None:
-        """Both ends say so; whoever does not within a few seconds is left alone."""
+        """Both ends say so; whoever does not within a few seconds is cut off.
+
+        Every thread has ended afterwards: one that comes back from the library while the interpreter goes down would take
+        the process with it (SIGABRT), after all its work was done.
+        """
         limit = time.monotonic() + CLOSE_LIMIT_S
         self.sums.close()
         for lane in self._lanes.values():
             lane.say_closing()
-        for lane in self._lanes.values():
-            lane.join(limit)
+        ended = [lane.ended(limit) for lane in self._lanes.values()]
+        if not all([*ended, self.sums.ended(END_LIMIT_S)]):
+            self._cut()
         self._lanes.clear()
+
+    def _cut(self) -> None:
+        """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them."""
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(timedelta(milliseconds=1))
+        limit = time.monotonic() + END_LIMIT_S
+        for lane in self._lanes.values():
+            lane.ended(limit)
+        self.sums.ended(END_LIMIT_S)
 
     def _tell(self) -> None:
         with self._news:
@@ -127,9 +146,11 @@ class _Lane:
             self._closing = True
             self._work.notify()
 
-    def join(self, limit: float) -> None:
+    def ended(self, limit: float) -> bool:
+        """Whether both threads have, waited for until then."""
         for thread in self._threads:
             thread.join(max(0.0, limit - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _send_all(self) -> None:
         with self._until_broken():
@@ -162,10 +183,10 @@ class _Lane:
                 self._take(self._peer, Channel(channel), _unpacked(packet))
 
     def _put(self, tensor: torch.Tensor) -> None:
-        self._group.send([tensor], self._peer, 0).wait()
+        self._group.send([tensor], self._peer, _TAG).wait()
 
     def _get(self, tensor: torch.Tensor) -> None:
-        self._group.recv([tensor], self._peer, 0).wait()
+        self._group.recv([tensor], self._peer, _TAG).wait()
 
     @contextlib.contextmanager
     def _until_broken(self) -> Iterator[None]:
