@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class Table:
             assert self.door, "nobody can come in"
             self.devices[self._device.key] = self._device
 
-    def present(self) -> list[Device]:
+    def present(self, heard_within_s: float) -> list[Device]:
         return list(self.devices.values())
 
     def refresh(self) -> None: ...
@@ -159,6 +160,30 @@ def test_a_run_pauses_while_memory_is_missing_says_how_much_and_goes_on_when_a_d
     assert [device.facts.name for device in pool._devices.values()] == ["late"]
     assert len(said) == 1
     assert said[0].startswith("paused: the remaining devices are 250.0 MiB of memory short")
+
+
+def test_a_device_lost_by_its_silence_gets_no_place_again_until_it_speaks(tmp_path: Path) -> None:
+    """It did where --notice is less than three seconds, and the ring waited half a minute for it to start."""
+    rings = Rings(tmp_path)
+    rings.open("home", create=True)
+    pool: Any = DevicePool(
+        rings, "home", "127.0.0.1", free_port(), nodes=2, threads=1, phase=len, tell=len, notice_s=1.0
+    )
+    pool._opened = hub = Hub("home", rings, "127.0.0.1", free_port())
+    pool._transport = object()  # nobody is to be linked
+    try:
+        key = identity(tmp_path / "device").public
+        rings.admit("home", rings.new_secret("home", 1), key, "alpha")
+        hub.refresh()
+        device = Device(key, "1", device_facts("alpha"), b"", time.monotonic() - 1.5)
+        hub.devices[key] = pool._devices[1] = device
+        (lost,) = pool._lost(7)
+        assert "alpha) has been silent for" in str(lost)
+        assert (pool.replace_lost("run", 2, False, 0), pool.nodes, pool.changed()) == (set(), 1, None)
+        device.last_heard = time.monotonic()
+        assert pool.changed() == "alpha joined"
+    finally:
+        hub.close()
 
 
 def test_the_door_opens_when_a_device_is_gone_and_a_taken_port_does_not_end_the_run(tmp_path: Path) -> None:

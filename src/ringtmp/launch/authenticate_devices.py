@@ -137,10 +137,11 @@ class Hub:
             self.devices.pop(key, None)
         self._admitted = admitted
 
-    def present(self) -> list[Device]:
-        now = time.monotonic()
+    def present(self, heard_within_s: float = messages.SILENCE_LIMIT_S) -> list[Device]:
+        """Who may have a place. Where less silence is a loss, one that has just been lost by it is not here either."""
+        limit_s = min(heard_within_s, messages.SILENCE_LIMIT_S)
         here = (each for each in self.devices.values() if not each.left and not each.broke)
-        return [each for each in here if now - each.last_heard < messages.SILENCE_LIMIT_S and self._equipped(each)]
+        return [each for each in here if each.silent_s < limit_s and self._equipped(each)]
 
     def _equipped(self, device: Device) -> bool:
         missing = bool(self._package) and self._package not in device.facts.packages

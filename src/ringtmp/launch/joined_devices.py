@@ -267,7 +267,7 @@ class DevicePool:
         used = {device.key for device in self._devices.values()}
         waiting = [
             each
-            for each in self._hub.present()
+            for each in self._hub.present(self._notice_s)
             if each.key not in used | self._released
             and self._accused[each.key] < MOST_DEATHS
             and each.incarnation not in self._resting
