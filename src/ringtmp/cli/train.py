@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +128,8 @@ def command(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,
                 discovery=discovery is not False, qr=qr, supervised=is_supervised(), resumed=resume,
             )  # fmt: skip
-        if resume is not None:
-            result = api.resume(resume, chosen, watcher=watcher, pool=pool, line=line)
-        else:
-            result = api.start(settings, run_dir=run_dir, watcher=watcher, pool=pool, line=line)
+        begin = partial(api.resume, resume, chosen) if resume else partial(api.start, settings, run_dir=run_dir)
+        result = begin(watcher=watcher, pool=pool, line=line)
     _show(result.summary, as_json)
 
 
