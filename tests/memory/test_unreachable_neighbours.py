@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ringtmp.errors import DoesNotFit
-from ringtmp.launch import joined_devices
+from ringtmp.errors import DoesNotFit, NodeLost
+from ringtmp.launch import joined_devices, start_on_devices
 from ringtmp.launch.agent import join
 from ringtmp.launch.agent_messages import Facts
 from ringtmp.launch.authenticate_devices import Device, Hub
@@ -21,10 +22,12 @@ from ringtmp.launch.join_token import Token
 from ringtmp.launch.joined_devices import DevicePool
 from ringtmp.launch.key_store import Rings, identity
 from ringtmp.launch.ring_in_one_process import InMemoryPool
+from ringtmp.launch.start_on_devices import start_on
 from ringtmp.plan.memory_forecast import PROCESS_BYTES
 from ringtmp.plan.route import kept_apart
 from ringtmp.transport.base import Transport
 from ringtmp.transport.faults import Severed
+from ringtmp.wire.address import NOWHERE
 from test_healing import run
 from test_join_security import free_port
 
@@ -182,6 +185,23 @@ def test_a_device_lost_by_its_silence_gets_no_place_again_until_it_speaks(tmp_pa
         assert (pool.replace_lost("run", 2, False, 0), pool.nodes, pool.changed()) == (set(), 1, None)
         device.last_heard = time.monotonic()
         assert pool.changed() == "alpha joined"
+    finally:
+        hub.close()
+
+
+def test_a_device_that_falls_silent_while_its_process_starts_is_lost_as_soon_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute of silence was let pass there: the ring waited so long for one that went with another, just taken in."""
+    monkeypatch.setattr(start_on_devices, "START_LIMIT_S", 0.5)
+    rings = Rings(tmp_path)
+    rings.open("home", create=True)
+    hub = Hub("home", rings, "127.0.0.1", free_port())
+    device = Device("key", "1", device_facts("alpha"), b"", time.monotonic() - 3.5)
+    links: Any = SimpleNamespace(address=NOWHERE)
+    try:
+        with pytest.raises(NodeLost, match=r"alpha\) fell silent before its compute process had started"):
+            list(start_on({1: device}, hub, links, "run", 2, threads=1, notice_s=1.0))
     finally:
         hub.close()
 

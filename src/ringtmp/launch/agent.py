@@ -132,7 +132,9 @@ class Agent:
         self._child: subprocess.Popen[bytes] | None = None
         self._ring, self._generation = "", 0
         self._holds_of: set[str] = set()  # rings whose snapshots the compute process may have
+        self._last_beat = 0.0
         self._stopped_at: float | None = None
+        self._notice_s = messages.SILENCE_LIMIT_S
         self._starting = False  # the compute process has not said its first line
         self._log: Path | None = None
         self._folder: PrivateFolder | None = None  # of the compute process
@@ -142,12 +144,8 @@ class Agent:
 
     def run(self, once: bool) -> None:
         """Until told to leave, or with `once` until one run has ended."""
-        last_beat = 0.0
         while not (self._leaving or (once and self._ended)):
-            now = time.monotonic()
-            if now - last_beat >= messages.BEAT_S:
-                last_beat = now
-                self._beat()
+            self._beat_if_due()
             if self._monitor.poll(0):
                 raise UsageError(
                     "the master no longer knows this device: it was revoked, or the ring was recreated; ask for a fresh token"
@@ -203,13 +201,13 @@ class Agent:
         if child is None or folder is None:
             return None
         ask_to_leave_snapshots(child)
-        end(child, LEAVING_LIMIT_S)
+        end(child, LEAVING_LIMIT_S, self._beat_if_due)
         self._child = self._folder = None
         return folder
 
     def _start(self, message: messages.Prepare, left: PrivateFolder | None) -> None:
         """`left`: where the process before this one has left its snapshots."""
-        self._ring, self._generation = message.ring, message.generation
+        self._ring, self._generation, self._notice_s = message.ring, message.generation, message.notice_s
         # A process that takes another's place has its snapshots until there are newer ones that are whole.
         self._holds_of = {message.ring, message.before} if left is not None else {message.ring}
         endpoint = f"tcp://{self._listen}:*"
@@ -253,7 +251,7 @@ class Agent:
             return
         now = time.monotonic()
         self._stopped_at = self._stopped_at or now
-        if now - self._stopped_at > messages.SILENCE_LIMIT_S:
+        if now - self._stopped_at > self._notice_s:
             self._stopped_at = None
             child.kill()
             child.wait()
@@ -262,7 +260,7 @@ class Agent:
         child, self._child = self._child, None
         if child is None:
             return
-        end(child)
+        end(child, meanwhile=self._beat_if_due)
         self._log = None
         if self._folder is not None:
             self._folder.remove()
@@ -273,7 +271,12 @@ class Agent:
         self._news.append(news)
         self._beat()
 
+    def _beat_if_due(self) -> None:
+        if time.monotonic() - self._last_beat >= messages.BEAT_S:
+            self._beat()
+
     def _beat(self) -> None:
+        self._last_beat = time.monotonic()
         listening = self._say_to_master(messages.Heartbeat(self._incarnation, self._facts))
         while listening and self._news and (listening := self._say_to_master(self._news[0])):
             self._news.popleft()

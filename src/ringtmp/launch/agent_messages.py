@@ -139,6 +139,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     master: Address
     threads: int
     before: str = ""  # the ring of a master that was killed: if this device was in it, its snapshots are wanted
+    notice_s: float = SILENCE_LIMIT_S  # for how long the process may be stopped
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):

@@ -6,13 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 
 from ringtmp.errors import NodeLost
-from ringtmp.launch.agent_messages import Died, Prepare
+from ringtmp.launch.agent_messages import SILENCE_LIMIT_S, Died, Prepare
 from ringtmp.launch.authenticate_devices import Device, Hub
 from ringtmp.transport.zeromq import ZeroMQTransport
 
 START_LIMIT_S = 60.0
-#: An agent that starts a compute process waits for its first line, and says nothing meanwhile.
-SILENCE_WHILE_STARTING_S = 35.0
 
 
 def start_on(
@@ -26,10 +24,12 @@ def start_on(
     notice_s: float,
     before: str = "",
 ) -> Iterator[int]:
-    """The number of each node whose process has started, once it is linked. NodeLost: one has not."""
+    """The number of each node whose process has started, once it is linked. NodeLost: one has not.
+
+    A device that loads torch has little left to speak with, so less silence than by default is no loss here."""
     for node, device in devices.items():
         device.started = device.died = None
-        hub.tell(device, Prepare(ring, generation, node, links.address, threads, before))
+        hub.tell(device, Prepare(ring, generation, node, links.address, threads, before, notice_s))
     limit = time.monotonic() + START_LIMIT_S
     waiting = dict(devices)
     while waiting:
@@ -40,7 +40,7 @@ def start_on(
                 del waiting[node]
                 yield node
             else:
-                _refuse_lost(hub, node, device, generation, max(notice_s, SILENCE_WHILE_STARTING_S))
+                _refuse_lost(hub, node, device, generation, max(notice_s, SILENCE_LIMIT_S))
         if time.monotonic() > limit:
             node, device = next(iter(waiting.items()))
             device.died = Died(hub.run, generation, 0, f"it did not start within {START_LIMIT_S:.0f} s")

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +20,8 @@ from ringtmp.errors import UsageError
 from ringtmp.launch.compute_process import LEAVE, SPARE, Orders
 
 STOP_LIMIT_S = 3.0
+#: While a process is ending.
+LOOK_EVERY_S = 0.2
 
 
 def spawn(orders: Orders, log: Path) -> subprocess.Popen[bytes]:
@@ -82,12 +86,17 @@ def ask_to_leave_snapshots(child: subprocess.Popen[bytes]) -> None:
         child.stdin.flush()
 
 
-def end(child: subprocess.Popen[bytes], limit_s: float = STOP_LIMIT_S) -> None:
-    """Gone when it returns, willing or not."""
+def end(
+    child: subprocess.Popen[bytes], limit_s: float = STOP_LIMIT_S, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Gone when it returns, willing or not. `meanwhile` is called several times a second."""
     let_go(child)
-    try:
-        child.wait(limit_s)
-    except subprocess.TimeoutExpired:
+    limit = time.monotonic() + limit_s
+    while child.poll() is None and (left_s := limit - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(left_s, LOOK_EVERY_S))
+        meanwhile()
+    if child.poll() is None:
         child.kill()
         child.wait()
     if child.stdout is not None:
