@@ -9,15 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from commands import assert_all_gone, here, wait_for_step
 from ringtmp.cli.ranks import as_rank, goes_on_in
 from ringtmp.errors import UsageError
-from ringtmp.launch.rank_environment import Rank, this_rank
+from ringtmp.launch.meeting_of_ranks import Facts, Meeting
+from ringtmp.launch.rank_environment import KeptIn, Rank, this_rank
+from ringtmp.launch.threads_of_ranks import threads_for, told
 
 #: What a rank runs: the command line, which must not need ZeroMQ.
 PROGRAM = """
@@ -188,15 +192,63 @@ def test_what_contradicts_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert chosen == {"nodes": 4}
 
 
-def test_after_a_restart_the_run_of_the_ranks_before_goes_on(tmp_path: Path) -> None:
-    here("train", "--steps", 2, "--nodes", 1, "--quiet", "--run-dir", "run", cwd=tmp_path)
-    first, again = Rank(0, 2, 2), Rank(0, 2, 2, restarts=1)
-    assert goes_on_in(first, tmp_path / "other", None) == (tmp_path / "other", None)
-    assert goes_on_in(again, tmp_path / "run", None) == (None, tmp_path / "run")
-    assert goes_on_in(again, tmp_path / "other", None) == (tmp_path / "other-restart-1", None), (
-        "nothing was begun there"
-    )
-    assert goes_on_in(again, None, tmp_path / "run") == (None, tmp_path / "run")
+@pytest.fixture
+def lead(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Meeting]]:
+    """Rank 0 as it is started again and again beside the store that torchrun keeps."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    yield lambda: Meeting(Rank(0, 2, 2))
+    del store
+
+
+def make_run(folder: Path) -> None:
+    here("train", "--steps", 2, "--nodes", 1, "--quiet", "--run-dir", folder, cwd=folder.parent)
+
+
+def test_after_a_restart_the_run_of_the_ranks_before_goes_on(lead: Callable[[], Meeting], tmp_path: Path) -> None:
+    run, late = tmp_path / "run", tmp_path / "run-restart-1"
+    assert goes_on_in(lead(), run, None) == (run, None)
+    run.mkdir()  # they ended while the model was being read
+    assert goes_on_in(lead(), run, None) == (late, None)
+    make_run(late)
+    for _ in range(2):
+        assert goes_on_in(lead(), run, None) == (None, late), "a second restart goes on where the first began"
+    assert goes_on_in(lead(), None, None) == (None, late), "by whatever name this rank would call it"
+    assert goes_on_in(lead(), None, run) == (None, run)
+
+
+def test_a_restart_does_not_go_on_with_the_run_of_others(lead: Callable[[], Meeting], tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    for _ in range(2):
+        assert goes_on_in(lead(), tmp_path / "run", None) == (tmp_path / "run", None), "where it is refused"
+    assert not lead().kept_in
+
+
+def test_rank_0_on_another_machine_that_does_not_see_the_run_is_refused(
+    lead: Callable[[], Meeting], tmp_path: Path
+) -> None:
+    lead().keep_in(KeptIn(str(tmp_path / "run"), "there"))
+    with pytest.raises(UsageError, match=r"is kept in .*/run on there, and rank 0 has been started again on"):
+        goes_on_in(lead(), tmp_path / "run", None)
+    make_run(tmp_path / "run")
+    assert goes_on_in(lead(), tmp_path / "run", None) == (None, tmp_path / "run")
+
+
+def test_ranks_that_share_cores_share_threads_and_a_number_that_was_chosen_stays() -> None:
+    def rank(*cores: int, host: str = "here", chosen: int = 0) -> Facts:
+        return Facts("2", "1", chosen or len(cores), 1, host, cores=cores, chosen=bool(chosen))
+
+    shared = [rank(0, 1, 2, 3), rank(0, 1, 2, 3), rank(0, 1, 2, 3, host="there")]
+    assert threads_for(shared) == 2
+    assert told(shared, 2) == "every rank computes with 2 threads: up to 2 ranks share a machine's cores"
+    bound = [rank(0, 1), rank(2, 3)]
+    assert (threads_for(bound), told(bound, 2)) == (2, "")
+    by_torchrun = [rank(0, 1, 2, 3, chosen=1)] * 2
+    assert threads_for(by_torchrun) == 1
+    assert "there are cores for 2: --threads 2 uses them" in told(by_torchrun, 1)
+    assert told([rank(0, chosen=1)] * 2, 1) == "", "nothing is left over"
 
 
 @pytest.mark.long  # quick: test_gpus_of_ranks.py

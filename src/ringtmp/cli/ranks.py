@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringtmp.errors import UsageError
-from ringtmp.launch.rank_environment import Rank, run_folder, this_rank
+from ringtmp.launch.rank_environment import KeptIn, Rank, run_folder, this_rank
+
+if TYPE_CHECKING:
+    from ringtmp.launch.meeting_of_ranks import Meeting
 
 
 def as_rank(chosen: dict[str, Any], listen: str | None) -> Rank | None:
@@ -24,16 +28,37 @@ def as_rank(chosen: dict[str, Any], listen: str | None) -> Rank | None:
     return rank
 
 
-def goes_on_in(rank: Rank, run_dir: Path | None, resume: Path | None) -> tuple[Path | None, Path | None]:
-    """Where to keep the run, and what to resume: after a restart, what the ranks before left behind."""
+def goes_on_in(meeting: Meeting, run_dir: Path | None, resume: Path | None) -> tuple[Path | None, Path | None]:
+    """Where to keep the run, and what to resume: after a restart, what the ranks before left behind, and nothing else."""
     if resume is not None:
         return run_dir, resume
+    rank, kept, host = meeting.rank, meeting.kept_in, os.uname().nodename
     folder = run_dir or run_folder(rank)
-    if not rank.restarts:
+    if kept is None:
+        if is_run(folder) and rank.restarts and not meeting.outlives_ranks:
+            return None, folder
+        if not is_run(folder):
+            meeting.keep_in(KeptIn(str(folder.absolute()), host))
+        return folder, None  # another's run is refused there
+    before = Path(kept.folder)
+    if is_run(before):
+        return None, before
+    if kept.host != host and not before.exists():
+        raise UsageError(
+            f"the run is kept in {before} on {kept.host}, and rank 0 has been started again on {host}, where there is no such "
+            "folder: choose a --run-dir on a file system that both see"
+        )
+    if before.exists():  # the ranks before ended while the model was being read
+        folder = folder.with_name(f"{folder.name}-restart-{rank.restarts}")
+        meeting.keep_in(KeptIn(str(folder.absolute()), host))
         return folder, None
+    return before, None
+
+
+def is_run(folder: Path) -> bool:
     from ringtmp.runtime.run_directory import RunDirectory
 
-    with suppress(UsageError):  # the ranks before ended while the model was being read
+    with suppress(UsageError):
         RunDirectory(folder).read_config()
-        return None, folder
-    return folder.with_name(f"{folder.name}-restart-{rank.restarts}"), None
+        return True
+    return False

@@ -107,12 +107,12 @@ def command(
     pool: NodePool | None = None
     if rank is not None:
         from ringtmp.launch.meeting_of_ranks import Meeting
-        from ringtmp.launch.torchrun_ranks import RankPool, serve
+        from ringtmp.launch.torchrun_ranks import ranks_for, serve
 
         if not rank.leads:
             sys.exit(serve(rank))
         meeting = Meeting(rank)
-        run_dir, resume = goes_on_in(meeting.rank, run_dir, resume)
+        run_dir, resume = goes_on_in(meeting, run_dir, resume)
 
     if resume is not None:
         settings = api.settings_of(resume, chosen)
@@ -122,7 +122,7 @@ def command(
             run_dir = None if resume else folder
             beside.enter_context(page_beside(folder, page, watcher.tell))
         if rank is not None:
-            pool = RankPool(meeting, device=settings.ring.device, tell=watcher.tell)
+            pool = ranks_for(meeting, settings, watcher.tell)
         if listen is not None:
             pool = evaluate_predict_generate.device_pool(
                 listen, ring_name, settings, watcher, start_with=start_with, wait_s=wait_s,

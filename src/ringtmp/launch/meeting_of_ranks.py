@@ -23,7 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ringtmp import __version__
 from ringtmp.errors import UsageError
-from ringtmp.launch.rank_environment import Rank
+from ringtmp.launch.device_facts import usable_cores
+from ringtmp.launch.rank_environment import KeptIn, Rank
+from ringtmp.launch.threads_of_ranks import CHOSEN_BY
 from ringtmp.runtime import compute_device
 from ringtmp.system.resources import free_memory_bytes
 from ringtmp.transport.torch_distributed import TorchTransport
@@ -39,6 +41,8 @@ LOOK_EVERY_S = 0.2
 FIRST, AGREED = "orders", "agreed"
 #: How many meetings rank 0 has opened in this store.
 _OPENED = "opened"
+#: Where rank 0 keeps the run, from the moment it has chosen the folder.
+_KEPT_IN = "kept in"
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -50,6 +54,8 @@ class Facts(msgspec.Struct, frozen=True):
     memory_bytes: int
     host: str
     process: str = ""  # a name that no other process has, before or after
+    cores: tuple[int, ...] = ()  # those it may run on
+    chosen: bool = False  # somebody said how many threads it should have
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -64,7 +70,11 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def own_facts() -> Facts:
-    return Facts(str(torch.__version__), __version__, torch.get_num_threads(), free_memory_bytes(), os.uname().nodename)
+    return Facts(
+        str(torch.__version__), __version__, torch.get_num_threads(), free_memory_bytes(), os.uname().nodename,
+        cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(usable_cores())),
+        chosen=CHOSEN_BY in os.environ,
+    )  # fmt: skip
 
 
 class Meeting:
@@ -91,6 +101,22 @@ class Meeting:
             self._enter(self._meetings.add(_OPENED, 1))
             rank = msgspec.structs.replace(rank, restarts=max(rank.restarts, self._number - 1))
         self.rank = rank
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether ranks that are started after these find the same store."""
+        return not self._hosts
+
+    @property
+    def kept_in(self) -> KeptIn | None:
+        """Where the ranks before kept this run. None: there were none, or they chose no folder, or had another store."""
+        if not self._meetings.check([_KEPT_IN]):
+            return None
+        return msgspec.json.decode(self._meetings.get(_KEPT_IN), type=KeptIn)
+
+    def keep_in(self, kept: KeptIn) -> None:
+        """For ranks that are started after these, in the same store."""
+        self._meetings.set(_KEPT_IN, msgspec.json.encode(kept).decode())
 
     def everyone(self) -> list[Facts]:
         """What all ranks are. Refuses, and tells the others, when one does not come or is of another version."""

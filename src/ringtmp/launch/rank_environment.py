@@ -28,6 +28,13 @@ class Rank(msgspec.Struct, frozen=True):
         return self.number == 0
 
 
+class KeptIn(msgspec.Struct, frozen=True):
+    """Where rank 0 keeps the run."""
+
+    folder: str  # an absolute path
+    host: str
+
+
 def this_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
     """None: this process is on its own."""
     if not all(name in environment for name in NEEDED):
@@ -45,6 +52,6 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank | None:
 
 
 def run_folder(rank: Rank, runs: Path = Path("runs")) -> Path:
-    """The same one after a restart: named after torchrun's job, or else after the process that starts and restarts us."""
+    """Named after torchrun's job, or else after the process that starts and restarts us."""
     job = rank.job if rank.job not in ("", "none") else str(os.getppid())
     return runs / f"torchrun-{job}"

@@ -13,8 +13,9 @@ import os
 import signal
 from collections.abc import Callable, Collection, Sequence, Set
 
+from ringtmp.config import RunConfig
 from ringtmp.errors import NodeLost, UsageError
-from ringtmp.launch import gpus_of_ranks, planned_devices
+from ringtmp.launch import gpus_of_ranks, planned_devices, threads_of_ranks
 from ringtmp.launch.device_facts import usable_cores
 from ringtmp.launch.meeting_of_ranks import AGREED, FIRST, Facts, Meeting, Orders
 from ringtmp.launch.rank_environment import Rank
@@ -37,15 +38,20 @@ class RankPool:
     #: torch.distributed can make sums over these nodes.
     ranks_of_torch = True
 
-    def __init__(self, meeting: Meeting, device: str = "cpu", tell: Callable[[str], None] = lambda text: None) -> None:
-        """`device`: where every rank computes. `tell`: what a person should know of the ranks."""
+    def __init__(
+        self, meeting: Meeting, device: str = "cpu", tell: Callable[[str], None] = lambda text: None,
+        threads: int | None = None,
+    ) -> None:  # fmt: skip
+        """`device`: where every rank computes. `tell`: what a person should know of the ranks. `threads`: of every rank; None:
+        as many as each has."""
         self._tell = tell
         self._backend = os.environ.get(gpus_of_ranks.ASKED, gpus_of_ranks.GLOO)
         gpus_of_ranks.check_backend(self._backend)
         self._meeting = meeting
         self._device = device
         self.nodes = meeting.rank.world
-        self.threads = 1
+        self._given_threads = threads
+        self.threads = threads or 1
         self.same_machine = meeting.rank.here == meeting.rank.world
         self.found_lost: list[NodeLost] = []
         self._facts: list[Facts] = []
@@ -55,7 +61,9 @@ class RankPool:
     def start(self, ring: str, generation: int) -> Endpoint:
         meeting = self._meeting
         self._facts = meeting.everyone()
-        self.threads = min(each.threads for each in self._facts)
+        self.threads = self._given_threads or threads_of_ranks.threads_for(self._facts)
+        if self._given_threads is None and (text := threads_of_ranks.told(self._facts, self.threads)):
+            self._tell(text)
         orders = Orders(ring, generation, self.threads, self._device)
         if self._device == "cpu":
             self._agree_on(meeting, [""] * self.nodes)
@@ -147,6 +155,11 @@ class RankPool:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+
+def ranks_for(meeting: Meeting, config: RunConfig, tell: Callable[[str], None]) -> RankPool:
+    """The ranks of a run with these settings."""
+    return RankPool(meeting, device=config.ring.device, tell=tell, threads=config.training.threads)
 
 
 def serve(rank: Rank) -> int:
