@@ -189,3 +189,24 @@ def test_running_statistics_are_refused_by_name_where_workers_share_microbatches
         run_dir, pool = tmp_path / str(number), InMemoryPool(config.ring.nodes)
         with pytest.raises(UsageError, match=rf"layer '3' changes .*running_mean.*\(BatchNorm\?\).*{why}.*LayerNorm"):
             api.start(config, stack(), (tensors("t", *blobs()), None), None, run_dir=run_dir, pool=pool)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stack_of", "drifts"),
+    [("allreduce:ring", stack, True), ("ring", stack, False), ("allreduce:ring", lambda: stack()[:1] + stack()[-1:], False)],
+    ids=["own statistics", "one BatchNorm", "none"],
+)  # fmt: skip
+def test_statistics_of_each_worker_are_not_called_those_of_one_process(
+    strategy: str, stack_of: Any, drifts: bool, tmp_path: Path
+) -> None:
+    """The mean of three workers' statistics tested at 69.8 % where one process had 74.0 %, "up to rounding"."""
+    torch.manual_seed(0)
+    config = RunConfig(
+        training=TrainingPart(batch_size=16, microbatches=4, steps=1), ring=RingPart(nodes=2, strategy=strategy)
+    )
+    data = (tensors("t", *blobs()), None)
+    done = api.start(config, stack_of(), data, None, run_dir=tmp_path / "run", pool=InMemoryPool(2)).summary
+    assert done.drifts is drifts
+    assert [text for text in done.warnings if "running statistics of its own" in text] == list(
+        done.warnings[: int(drifts)]
+    )

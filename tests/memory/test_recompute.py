@@ -6,6 +6,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from ringtmp.errors import UsageError
 from ringtmp.model.export import Exporter
 from ringtmp.model.portable_layer import Layer
 from ringtmp.model.recompute import changed_buffers, refuse_unrepeatable, repeatable
+from ringtmp.model.running_statistics import refuse_statistics
 from ringtmp.plan.route import Visit
 from ringtmp.runtime.stage import Stage
 from ringtmp.wire.messages import Recipe
@@ -84,6 +86,15 @@ def test_a_graph_tells_what_it_changes_and_whether_its_output_depends_on_it(
     layer, _ = exported(module())
     assert changed_buffers(layer.train) == changes
     assert repeatable(layer.train) is may
+
+
+def test_what_a_layer_changes_is_told_by_its_name_in_the_model() -> None:
+    layer, _ = exported(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    cut = msgspec.structs.replace(
+        layer, tensors=tuple(msgspec.structs.replace(each, full=f"net.{each.name}") for each in layer.tensors)
+    )
+    with pytest.raises(UsageError, match=r"changes net\.1\.num_batches_tracked, net\.1\.running_mean, net"):
+        refuse_statistics([cut], "with --groups they meet in another order", "a ring")
 
 
 def test_a_layer_that_cannot_be_repeated_is_refused_by_name() -> None:

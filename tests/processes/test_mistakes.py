@@ -42,6 +42,11 @@ def broken():
         ("--model mine.py", "needs the name of a function: write --model mine.py:build; it has build, needy, broken"),
         ("--model gone.py", "no file gone.py"),
         ("--data mine.py", "write --data mine.py:build"),
+        ("--data table.npz", "unknown data 'table.npz': write --data npz:table.npz"),
+        (
+            "--data csv:t.csv",
+            "write a function that returns (inputs, targets) and give --data FILE.py:NAME, or save npz:FILE",
+        ),
         ("--optimizer adamW", "did you mean 'adamw'?"),
         ("--stream-keep flash", "unknown stream-keep 'flash': choose from disk, memory, none"),
         (

@@ -75,7 +75,11 @@ def checked(name: str, nodes: int) -> None:
         ("gossip-learning:create=rw:cache=2", 5, "cache=2 needs create=mu"),
         ("dpsgd:graph=0-1+2-3", 4, "no way leads from node 0 to node 2"),
         ("dpsgd:graph=0-0", 4, "two different nodes from 0 to 3"),
-        ("dpsgd:graph=star", 4, "'star' is no edge"),
+        (
+            "dpsgd:graph=star",
+            4,
+            "graph=star: choose ring or complete, or write edges as 0-1+1-2, with nodes from 0 to 3",
+        ),
         ("dpsgd:graph=0-1+1-0+1-2", 3, "there twice"),
         ("dpsgd:matrix=0.5_0.5/0.4_0.6", 2, "symmetric: node 0 gives node 1 0.5 and gets 0.4"),
         ("dpsgd:matrix=0.5_0.4/0.4_0.5", 2, "not doubly stochastic: row 0 adds up to 0.9"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ringtmp.cli import strategies as shown
 from ringtmp.cli import train
 from ringtmp.cli.options import flags
 from ringtmp.cli.settings import build
@@ -102,7 +103,7 @@ def test_the_table_is_printed_for_people_for_pages_and_for_programs() -> None:
     told = CliRunner().invoke(command, []).stdout
     assert all(system.name.split()[0] in told for system in published_systems.SYSTEMS)
     assert "…" not in told
-    assert "allreduce:tree" in told
+    assert [how.options for _, how in GIVEN if how.options not in told] == [], "a setting is there to be typed"
     marked = CliRunner().invoke(command, ["--markdown"]).stdout
     assert marked == published_systems.markdown(published_systems.all_rows(registry.every().values()))
     assert marked.count("\n") == len(published_systems.SYSTEMS) + 2
@@ -115,6 +116,41 @@ def test_the_table_is_printed_for_people_for_pages_and_for_programs() -> None:
     assert {each["name"] for each in one["systems"]} == {how.system for how in registry.get("allreduce").runs}
     with pytest.raises(UsageError, match="choose one"):
         CliRunner().invoke(command, ["--markdown", "--json"], standalone_mode=False, catch_exceptions=False)
+
+
+def test_on_a_narrow_terminal_the_systems_are_a_list_with_every_setting_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is about 160 wide: on 80 columns the terminal broke its lines, and the longest settings were cut off."""
+    monkeypatch.setattr(shown, "_terminal_width", lambda: 80)
+    told = CliRunner().invoke(command, []).stdout.splitlines()
+    assert [line for line in told if len(line) > 80 and not line.startswith("    --strategy ")] == []
+    first = told.index("Parameter Server: model + data, central, bounded async., reduce; async.: ad hoc,")
+    assert told[first + 1 : first + 3] == ["    distributed PS", "    --strategy ps:ssp:3:servers=2:replicas=1"]
+    assert "    --strategy ring --groups auto --sum-tree 4" in told, "both ways of PyTorch"
+    assert "    --strategy allreduce:ring" in told
+    for width in (180, 200):
+        monkeypatch.setattr(shown, "_terminal_width", lambda width=width: width)
+        table = CliRunner().invoke(command, []).stdout.splitlines()
+        assert "topology" in table[1]
+        assert max(map(len, table)) <= width
+
+
+def test_a_strategy_says_what_its_short_name_sets_and_defaults_as_they_are_typed() -> None:
+    told = CliRunner().invoke(command, ["ps"]).stdout
+    assert "  short         ps:CONSISTENCY\n" in told
+    assert "--with factors=false | true    [false]" in told
+    assert "  short         averaging:TAU\n" in CliRunner().invoke(command, ["averaging"]).stdout
+    assert "  short " not in CliRunner().invoke(command, ["ring"]).stdout
+
+
+def test_the_page_says_of_every_strategy_whether_it_drifts() -> None:
+    """Workers that trained alone for themselves were "equal to one process up to rounding" in the summary."""
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `") and line.count(" | ") == 3]
+    said = {row[0].strip("| `"): row[3] for row in rows}
+    for name, strategy in registry.OURS.items():
+        alike = any(word in said[name] for word in ("same bits", "up to rounding")) and "drifts; tau" not in said[name]
+        assert strategy.drifts(strategy.read({})) != alike, (name, said[name])
+    assert registry.get("ps").drifts(registry.get("ps").read({"consistency": "async"}))
 
 
 def test_the_page_shows_the_table_as_it_is() -> None:

@@ -122,15 +122,26 @@ def test_a_name_is_read_and_written_in_one_way(text: str, choice: Choice) -> Non
         ("gossip", "unknown strategy"),
         ("", "unknown strategy"),
         ("pss", "did you mean 'ps'"),
-        ("ring:x", "no short form"),
+        ("ring:1f1b", "no short form '1f1b': write ring:KEY=VALUE, with a KEY of staleness, wire,"),
         ("ps:sync", "unknown consistency"),
         ("ps:ssp", "at least 0"),
         ("ps:bsp:0", "neither a number of servers"),
         ("ps:bsp:1:2", "unexpected '2' at the end"),
         ("ps:bsp:many", "'many' is neither"),
         ("ps:staleness=1", "unknown setting"),
-        ("ps:quorum=two", "quorum of strategy ps: expected"),
-        ("ps:servers=true", "servers of strategy ps: expected"),
+        ("ps:quorum=two", "quorum=two cannot be: quorum of strategy ps is 1..workers"),
+        ("ps:servers=true", "servers=true cannot be: servers of strategy ps is 1..nodes-1 | workers"),
+        ("easgd:tau=2.5", "tau=2.5 cannot be: tau of strategy easgd is a whole number, 1 or more"),
+        ("ensemble:most", "combine=most cannot be: combine of strategy ensemble is mean | vote | stacking"),
+        ("averaging:auto:budget=30", "budget=30 cannot be: budget of strategy averaging is such as 30s or 4MiB"),
+        (
+            "gosgd:tau=4",
+            "'tau': that is a setting of averaging, block-momentum, easgd, mpca; choose from microbatches, p,",
+        ),
+        ("ps:staleness=3", "'staleness': that is a setting of ring (--staleness); choose from consistency,"),
+        ("ps:lr=0.1", "unknown setting of strategy ps 'lr'"),
+        ("gosgd:epochs=3", "'epochs': that is a setting of the run: use --epochs"),
+        ("averaging:8:tau=9", "averaging:8 and tau=9 contradict each other"),
         ("allreduce:star", "unknown algorithm"),
         ("allreduce:servers=2", "unknown setting"),
         ("ring:=3", "key=value"),
@@ -151,6 +162,25 @@ def test_train_compare_and_every_bench_read_the_same_names() -> None:
     assert [case.name for case in chosen_cases("ps:ssp:7,one,ps:b*")] == ["one", "ps:bsp", "ps:bsp:workers", "ps:ssp:7"]
     with pytest.raises(UsageError, match="contradict"):
         resolve(RunConfig(ring=RingPart(strategy="ring:staleness=0:laps=2", laps=3)))
+    with pytest.raises(UsageError, match="averaging:8 and --with tau=9 contradict"):
+        resolve(RunConfig(ring=RingPart(strategy="averaging:8", strategy_settings={"tau": 9})))
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "said"),
+    [
+        ("ps:bsp:2", 2, "leaves no worker: use servers=1, servers=workers, or --nodes 3 or more"),
+        ("ps:bsp:5", 4, "leaves no worker: use servers=1 to 3, servers=workers, or --nodes 6 or more"),
+        ("ps:servers=0", 3, "leaves no server: use servers=1 to 2, servers=workers"),
+        ("ps:async:teams=4/2", 3, "the number of workers: use --nodes 5 or more"),
+        ("ps:bsp:quorum=0", 3, "must be from 1 to 2, the number of workers"),
+        ("ps:bsp:replicas=1", 2, "use servers=workers, or servers=2 with --nodes 3 or more"),
+        ("ps:bsp:replicas=1", 3, "use servers=workers, or servers=2"),
+    ],
+)
+def test_too_few_nodes_are_told_how_many_it_takes(text: str, nodes: int, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said) + "$"):
+        resolve(RunConfig(ring=RingPart(strategy=text, nodes=nodes)))
 
 
 def test_every_setting_in_a_benchs_name_is_an_option_that_train_has() -> None:

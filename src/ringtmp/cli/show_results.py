@@ -24,6 +24,11 @@ _EXACTNESS = {
     "steps": "the same batches as one process, rounded differently",
     "stream": "the order of batches cannot be reproduced",
 }
+#: The same, where more than rounding differs.
+_DRIFTING = {
+    "replay": "the same bits every time, trained in another way than by one process",
+    "steps": "the same batches as one process, trained in another way",
+}
 
 
 _CHECKED = {
@@ -50,7 +55,7 @@ def print_json(value: Any) -> None:
 def print_summary(summary: Summary, stream: IO[str]) -> None:
     console = Console(file=stream, width=None if stream.isatty() else 110)
     speed = f", {rate_text(summary.samples_per_s)} samples/s within steps" if summary.samples_per_s else ""
-    score = ""
+    score = f", test loss {summary.test_loss:.4f}" if summary.test_loss is not None else ""
     if summary.accuracy is not None:
         score = f", test accuracy {summary.accuracy:.1%}"
     if summary.bits_per_byte is not None:
@@ -62,6 +67,7 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
         f"[bold]{summary.outcome}[/bold]: {summary.model} on {summary.data}, {summary.steps} steps in "
         f"{seconds_text(summary.wall_s)}{speed}: {loss}{score}",
         highlight=False,
+        soft_wrap=True,
     )
     if summary.emulated:
         slowed = (
@@ -82,9 +88,8 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     if summary.strategy_chosen:
         console.print(summary.strategy_chosen, highlight=False, markup=False, soft_wrap=True)
     mode = "" if summary.numeric_mode == USUAL_MODE else f"; numeric mode {summary.numeric_mode}"
-    console.print(
-        f"weights {summary.weights_sha256} ({_EXACTNESS[summary.exactness]}{mode})", highlight=False, soft_wrap=True
-    )
+    said = (_EXACTNESS | _DRIFTING if summary.drifts else _EXACTNESS)[summary.exactness]
+    console.print(f"weights {summary.weights_sha256} ({said}{mode})", highlight=False, soft_wrap=True)
     if summary.predicted is not None:
         console.print(_predicted(summary.predicted), highlight=False)
     if summary.bad_lines:

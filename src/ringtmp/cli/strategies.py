@@ -42,7 +42,7 @@ def command(name: str | None, as_markdown: bool, as_json: bool) -> None:
     elif name is not None:
         click.echo("\n".join(_lines(chosen[0], rows)))
     else:
-        _print_table(rows)
+        _print_systems(rows)
         click.echo("\n".join(_overview(chosen)))
 
 
@@ -59,29 +59,51 @@ def _system(row: Row) -> dict[str, object]:
     return {**to_builtins(row.system), "runs": runs}
 
 
-def _print_table(rows: Sequence[Row]) -> None:
+def _print_systems(rows: Sequence[Row]) -> None:
+    """A table; on a terminal that is narrower than its longest words, a list."""
+    headings = (*published_systems.COLUMNS[:-1], "--strategy")
+    lines = [(*published_systems.cells(row)[:-1], _settings(row)) for row in rows]
+    widths = [max(map(len, " ".join(words).split())) for words in list(zip(headings, *lines, strict=True))[:-1]]
+    widths.append(
+        max(len(each) for line in lines for each in line[-1].splitlines())
+    )  # there to be copied: never broken
+    room = _terminal_width() - sum(widths) - 3 * len(widths)
+    if room < 0:
+        click.echo("\n".join(_listed(rows)) + "\n")
+    else:
+        _print_table(headings, lines, widths, room)
+    for row in rows:
+        for each in row.runs:
+            if each.lacks:
+                noted = f" * {row.system.name}, {each.options}: {published_systems.NOT_YET} {each.lacks}"
+                click.echo("\n".join(_wrapped(noted, 0, _terminal_width())))
+    click.echo()
+
+
+def _print_table(headings: Sequence[str], lines: Sequence[tuple[str, ...]], widths: Sequence[int], room: int) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    headings = (*published_systems.COLUMNS[:-1], "--strategy")
-    lines = [(*published_systems.cells(row)[:-1], _settings(row)) for row in rows]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, heading in enumerate(headings):  # no word is cut, however narrow the terminal
-        table.add_column(
-            heading, min_width=max(len(word) for line in (headings, *lines) for word in line[column].split())
-        )
+    for column, least in enumerate(widths):  # each set here: rich would narrow the widest first, below its longest word
+        wanted = max(len(part) for line in (headings, *lines) for part in line[column].splitlines())
+        more = min(room, wanted - least)
+        room -= more
+        table.add_column(headings[column], width=least + more)
     for line in lines:
         table.add_row(*map(Text, line))
-    least = sum(column.min_width or 0 for column in table.columns) + 3 * len(headings)
-    width = max(least, shutil.get_terminal_size().columns)
-    Console(file=sys.stdout, width=width, emoji=False, highlight=False).print(table)
+    Console(file=sys.stdout, width=1000, emoji=False, highlight=False).print(table)
+
+
+def _listed(rows: Sequence[Row]) -> Iterator[str]:
+    width = _terminal_width()
     for row in rows:
-        for each in row.runs:
-            if each.lacks:
-                click.echo(f" * {row.system.name}, {each.options}: {published_systems.NOT_YET} {each.lacks}")
-    click.echo()
+        name, *what = published_systems.cells(row)[:-1]
+        yield from _wrapped(f"{name}: {', '.join(each for each in what if each != '-')}", 0, width)
+        for each in _settings(row).splitlines():
+            yield "    " + (each if each == published_systems.NOT_YET else f"--strategy {each}")
 
 
 def _settings(row: Row) -> str:
@@ -101,6 +123,8 @@ def _lines(strategy: Strategy, rows: Sequence[Row]) -> Iterator[str]:
     yield from _wrapped(f"{strategy.name}: {strategy.about.title}", 0, width)
     for label in About.__struct_fields__[1:]:
         yield from _wrapped(f"{label:<14}{getattr(strategy.about, label)}", 2, width, 16)
+    if strategy.short:
+        yield f"  {'short':<14}{strategy.name}:{strategy.short.upper()}"
     if package := registry.package_of(strategy.name):
         yield from _wrapped(f"{'package':<14}{package}", 2, width, 16)
     for each in registry.settings_of(strategy):
@@ -114,6 +138,11 @@ def _lines(strategy: Strategy, rows: Sequence[Row]) -> Iterator[str]:
 
 def _width() -> int:
     return max(60, min(120, shutil.get_terminal_size().columns))
+
+
+def _terminal_width() -> int:
+    """Of what is printed here: a file or a program takes lines of any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
 
 def _wrapped(text: str, indent: int, width: int, hanging: int | None = None) -> list[str]:

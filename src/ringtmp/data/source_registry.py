@@ -72,10 +72,30 @@ def load(
         return _factory(name, seed)
     refuse_file_alone("data", name)
     if kind not in makers:
-        raise unknown("data", name, KNOWN)
+        raise _unknown(name)
     if bool(rest) != (kind not in ALONE):
         raise UsageError(f"data {name!r}: write it as one of {', '.join(KNOWN)}")
     return makers[kind]()
+
+
+#: How files are called that one of the names reads.
+_BY_SUFFIX = {
+    ".npz": "npz", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
+    ".tar": "tar",
+}  # fmt: skip
+
+
+def _unknown(name: str) -> UsageError:
+    suffix = Path(name).suffix.lower()
+    if suffix in _BY_SUFFIX:
+        path = name.partition(":")[2] or name
+        return UsageError(f"unknown data {name!r}: write --data {_BY_SUFFIX[suffix]}:{path}")
+    if suffix in (".csv", ".tsv"):
+        return UsageError(
+            f"unknown data {name!r}: for CSV write a function that returns (inputs, targets) and give --data FILE.py:NAME, or "
+            "save npz:FILE or parquet:FILE"
+        )
+    return unknown("data", name, KNOWN)
 
 
 def _named(name: str, columns: str | None) -> tuple[str, ...]:

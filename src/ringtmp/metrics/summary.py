@@ -156,6 +156,7 @@ class Summary(msgspec.Struct, frozen=True):
     sum_tree: int = 1  # parts of a batch that are added up as a tree
     numeric_mode: str = USUAL_MODE  # within one mode bits repeat (docs/exactness.md)
     meetings: tuple[HomesMet, ...] = ()  # with another home
+    drifts: bool = False  # it is trained otherwise than by one process, not only with other rounding
 
     def name_of(self, node: int) -> str:
         """Its device's own name, where it has one."""
@@ -247,6 +248,7 @@ def _summary(parts: Sequence[Part], per_node: tuple[NodeSummary, ...], run_dir: 
         bad_lines=last.left_out,
         predicted=predicted(steps),
         checked=facts.get("checked", ""),
+        drifts=facts.get("drifts", False),
         strategy_chosen=parts[0].started.facts.get("strategy_chosen", ""),
         considered=msgspec.convert(parts[0].started.facts.get("considered", ()), tuple[Considered, ...]),
         perplexity=evaluation.perplexity if evaluation else None,

@@ -16,8 +16,9 @@ def changes_statistics(layers: Sequence[Layer]) -> bool:
 def refuse_statistics(layers: Sequence[Layer], why: str, instead: str) -> None:
     """UsageError, by name, where there is no such order, and so no bits to keep. `why`; `instead`: what else can be used."""
     for layer in layers:
-        if changed := sorted(changed_buffers(layer.train)):
+        if changed := changed_buffers(layer.train):
+            names = sorted(layer.full_name(each) for each in layer.tensors if each.name in changed)
             raise UsageError(
-                f"layer {layer.name!r} changes {', '.join(changed)} in forward (BatchNorm?), which goes by the order of "
+                f"layer {layer.name!r} changes {', '.join(names)} in forward (BatchNorm?), which goes by the order of "
                 f"microbatches, and {why}: the bits cannot be kept. Use LayerNorm or GroupNorm, or {instead}"
             )

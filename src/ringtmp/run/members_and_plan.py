@@ -276,10 +276,16 @@ class Generations:
                  "device": compute_device.name(),
                  "batch_size": run.batch_size, "data": job.train.name, "loss": job.loss_name,
                  "skipped_samples": progress.stream.skipped, "exactness": self._exactness(progress),
+                 "drifts": self._drifts() or plan.facts.get("drifts", False),
                  "numeric_mode": self.config.training.numeric_mode},
                 generation=self.number, first_step=progress.step,
             ),
         )  # fmt: skip
+
+    def _drifts(self) -> bool:
+        ring = self.config.ring
+        strategy, settings = registry.of(ring)
+        return ring.local_steps is not None or parse_sums(ring.group_sums) > 0 or strategy.drifts(settings)
 
     def _exactness(self, progress: Progress) -> str:
         if self._run.batches.not_ours is not None or progress.stream.strayed:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from ringtmp.errors import UsageError, unknown
+from ringtmp.errors import UsageError
 from ringtmp.plan.exchange_bounds import Exchange
 from ringtmp.units import bytes_text
 from ringtmp.wire.formats import WIRE_FORMATS, wire_format
@@ -78,6 +78,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def described(values: str, meaning: str, systems: str = "", default: str = "") -> msgspec.Meta:
     """What `ringtmp strategies` says of a setting; `systems`: who chose which value."""
     return msgspec.Meta(description=meaning, extra={"values": values, "systems": systems, "default": default})
+
+
+def said_of(setting: msgspec.structs.FieldInfo) -> dict[str, str]:
+    """What `described` was told of a setting; nothing of one that is not described."""
+    metas = [meta for meta in getattr(setting.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+    return {"meaning": metas[0].description or "", **(metas[0].extra or {})} if metas else {}
+
+
+def as_typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -166,28 +176,27 @@ class Strategy:
     # -- settings -----------------------------------------------------------------------------------------------------
 
     def parse_short(self, text: str) -> dict[str, Any]:
-        """What follows the name in `NAME:SHORT`, as settings."""
-        if not self.short:
-            raise UsageError(
-                f"strategy {self.name} has no short form {text!r}: write --strategy {self.name} --with key=value"
-            )
+        """What follows the name in `NAME:SHORT`, as settings; asked only of a strategy that has a `short`."""
         if self.short_number and not text.isdigit():
             raise UsageError(f"{self.name}:{text}: write {self.name}:{self.short_number}")
         return {self.short: int(text) if self.short_number else text}
 
     def read(self, given: Mapping[str, Any]) -> Any:
         """The settings as a value; refuses names and types the strategy does not have."""
-        names = [each.name for each in msgspec.structs.fields(self.Settings)]
-        for key in given:
-            if key not in names:
-                if not names:
-                    raise UsageError(f"strategy {self.name} takes no settings, so {key!r} is unknown")
-                raise unknown(f"setting of strategy {self.name}", key, names)
         try:
             return msgspec.convert(dict(given), self.Settings, strict=True)
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$.")
-            raise UsageError(f"{where.rstrip('`')} of strategy {self.name}: {what[0].lower()}{what[1:]}") from error
+            raise self._unreadable(where.rstrip("`"), given, what) from error
+
+    def _unreadable(self, key: str, given: Mapping[str, Any], what: str) -> UsageError:
+        """`what`: as msgspec says it."""
+        said = {each.name: said_of(each) for each in msgspec.structs.fields(self.Settings)}
+        values = said.get(key, {}).get("values")
+        if not values:
+            return UsageError(f"{key or 'settings'} of strategy {self.name}: {what[0].lower()}{what[1:]}")
+        whole = "a whole number, " if what.startswith("Expected `int`") else ""
+        return UsageError(f"{key}={as_typed(given[key])} cannot be: {key} of strategy {self.name} is {whole}{values}")
 
     def refuse_wire(self, wire: str) -> None:
         """UsageError for a wire format that what travels here cannot bear."""
@@ -219,6 +228,10 @@ class Strategy:
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""
         return False
+
+    def drifts(self, settings: Any) -> bool:
+        """Whether it trains otherwise than one process does, not only with other rounding."""
+        return self.delayed(settings) or self.full_batch
 
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         """A run's settings for each way in which it is considered by `--strategy auto`; none: it must be asked for."""

@@ -10,6 +10,7 @@ Pure, and loads no torch. A package's strategy that cannot be used is named with
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ringtmp.errors import RingError, UsageError, unknown
 from ringtmp.strategies.allreduce import STRATEGY as ALLREDUCE
 from ringtmp.strategies.auto import STRATEGY as CHOOSER
 from ringtmp.strategies.averaging import STRATEGY as AVERAGING
-from ringtmp.strategies.base import About, Settings, Strategy
+from ringtmp.strategies.base import About, Settings, Strategy, as_typed, said_of
 from ringtmp.strategies.block_momentum import STRATEGY as BLOCK_MOMENTUM
 from ringtmp.strategies.dpsgd import STRATEGY as DPSGD
 from ringtmp.strategies.easgd import STRATEGY as EASGD
@@ -150,7 +151,31 @@ def package_of(text: str) -> str:
 def of(ring: RingPart) -> tuple[Strategy, Any]:
     """The strategy of a run, and its settings."""
     strategy = get(ring.strategy)
+    for key in ring.strategy_settings:
+        if key not in _names(strategy):
+            raise _unknown_setting(strategy, key, _names(strategy))
     return strategy, strategy.read(ring.strategy_settings)
+
+
+def _names(strategy: Strategy) -> list[str]:
+    return [each.name for each in msgspec.structs.fields(strategy.Settings)]
+
+
+def _unknown_setting(strategy: Strategy, key: str, known: Sequence[str]) -> UsageError:
+    """Says whose it is, where it is another's."""
+    what = f"setting of strategy {strategy.name}"
+    if key in SETTINGS and (strategy.splits_layers or not SETTINGS[key].said.split):
+        return UsageError(f"unknown {what} {key!r}: that is a setting of the run: use {SETTINGS[key].option}")
+    owners = [name for name, each in every().items() if key in _names(each)]
+    if key in SETTINGS:
+        owners.append(f"{splitting_layers()} ({SETTINGS[key].option})")
+    if not known:
+        whose = f": that is a setting of {', '.join(owners)}" if owners else ""
+        return UsageError(f"strategy {strategy.name} takes no settings, so {key!r} is unknown{whose}")
+    if owners:
+        choices = ", ".join(sorted(known))
+        return UsageError(f"unknown {what} {key!r}: that is a setting of {', '.join(owners)}; choose from {choices}")
+    return unknown(what, key, known)
 
 
 def keeping_bits_by_tree() -> str:
@@ -204,6 +229,9 @@ class Choice(msgspec.Struct, frozen=True):
                 raise UsageError(f"{spelled(self)} and --{key} {getattr(part, key)} contradict each other")
             parts[RUN_KEYS[key]] = msgspec.structs.replace(part, **{key: value})
         given = {**self.settings, **config.ring.strategy_settings}
+        for key, value in self.settings.items():
+            if given[key] != value:
+                raise UsageError(f"{spelled(self)} and --with {key}={as_typed(given[key])} contradict each other")
         parts["ring"] = msgspec.structs.replace(parts["ring"], strategy=self.name, strategy_settings=given)
         return msgspec.structs.replace(config, **parts)
 
@@ -219,13 +247,20 @@ def parse(text: str) -> Choice:
             pairs.append(word)
         else:  # a colon within a value: consistency=ssp:3
             pairs[-1] += f":{word}"
-    settings = strategy.parse_short(":".join(short)) if short else {}
-    known = [each.name for each in msgspec.structs.fields(strategy.Settings)]
+    known = _names(strategy)
     keys = [key for key in RUN_KEYS if strategy.splits_layers or not SETTINGS[key].said.split]
+    if short and not strategy.short:
+        raise UsageError(
+            f"strategy {name} has no short form {':'.join(short)!r}: write {name}:KEY=VALUE, with a KEY of "
+            f"{', '.join([*known, *keys])}"
+        )
+    settings = strategy.parse_short(":".join(short)) if short else {}
     run: dict[str, Any] = {}
     for key, value in parse_pairs(text, pairs).items():
         if key not in (*known, *keys):
-            raise unknown(f"setting of strategy {name}", key, [*known, *keys])
+            raise _unknown_setting(strategy, key, [*known, *keys])
+        if settings.get(key, value) != value:
+            raise UsageError(f"{text}: {name}:{':'.join(short)} and {key}={as_typed(value)} contradict each other")
         (settings if key in known else run)[key] = value
     strategy.read(settings)
     return Choice(name, settings, run)
@@ -244,8 +279,7 @@ def settings_of(strategy: Strategy) -> list[dict[str, str]]:
     """What `ringtmp strategies` lists."""
     found = []
     for each in msgspec.structs.fields(strategy.Settings):
-        metas = [meta for meta in getattr(each.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
-        said = {"meaning": metas[0].description or "", **(metas[0].extra or {})} if metas else {}
+        said = said_of(each)
         row = {key: said.get(key) or "" for key in ("values", "default", "meaning", "systems")}
-        found.append({"name": each.name, **row, "default": row["default"] or str(each.default)})
+        found.append({"name": each.name, **row, "default": row["default"] or as_typed(each.default)})
     return found

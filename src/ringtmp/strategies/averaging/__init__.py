@@ -116,6 +116,9 @@ class Averaging(Strategy):
         timed = settings.tau == AUTO and not read_budget(settings.budget).in_bytes
         return "steps" if timed else "replay"
 
+    def drifts(self, settings: AveragingSettings) -> bool:
+        return True  # with tau=1, too: each worker has an optimizer of its own
+
     def delayed(self, settings: AveragingSettings) -> bool:
         return settings.first_tau > 1
 

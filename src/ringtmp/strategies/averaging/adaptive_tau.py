@@ -48,7 +48,8 @@ def read_budget(text: str) -> Budget:
     size = {**_SECONDS, **_BYTES}.get(unit)
     if found is None or size is None or not float(found[1]):
         raise UsageError(
-            f"budget={text or 'nothing'}: tau=auto needs a number above 0 with s, min, h, KiB, MiB or GiB, such as 30s or 4MiB"
+            f"budget={text or 'nothing'}: tau=auto needs a number above 0 with s, min, h, KiB, MiB or GiB, such as budget=30s "
+            "or budget=4MiB"
         )
     return Budget(float(found[1]) * size, unit in _BYTES)
 

@@ -86,6 +86,9 @@ class BlockMomentum(Strategy):
     short_number = "8 for blocks of 8 steps"
     state_from = "survivors"
 
+    def drifts(self, settings: BlockMomentumSettings) -> bool:
+        return True  # with tau=1, too: the mean change has a momentum of its own
+
     def delayed(self, settings: BlockMomentumSettings) -> bool:
         return settings.tau > 1
 

@@ -11,7 +11,7 @@ import torch
 from ringtmp.errors import UsageError
 from ringtmp.model.parameters_changed_in_forward import refuse_written
 from ringtmp.model.portable_layer import Layer
-from ringtmp.model.running_statistics import refuse_statistics
+from ringtmp.model.running_statistics import changes_statistics, refuse_statistics
 from ringtmp.plan.when_to_rebalance import Balance
 from ringtmp.runtime.base_leader import Start
 from ringtmp.runtime.clipping import parameter_order
@@ -103,7 +103,15 @@ def plan(
     loss = None
     if request.loss_name not in LOSSES:
         loss = exported(request.loss, request.layers[-1], request.index.outputs[-1], request.targets)
-    roles = strategy.roles(strategy.read(settings), nodes)
+    read = strategy.read(settings)
+    roles = strategy.roles(read, nodes)
+    told = {"servers": len(roles.servers), "workers": len(roles.workers), **(facts or {})}
+    if _own_statistics(strategy, read, roles) and changes_statistics(request.layers):
+        warnings += (
+            f"each of the {len(roles.workers)} workers has running statistics of its own (BatchNorm?): their mean is tested "
+            "and saved, which is not what one process would have. Use LayerNorm or GroupNorm, or --strategy ring",
+        )
+        told["drifts"] = True
     sizes = tuple(layer_flat(layer).size for layer in request.layers)
     slots: tuple[tuple[int, ...], ...] = ()
     order: tuple[int, ...] = ()
@@ -128,7 +136,6 @@ def plan(
         detailed_steps=config.keep.detailed_steps, package=registry.package_of(name), slots=slots, order=order,
         linear=linear, rows=rows,
     )  # fmt: skip
-    told = {"servers": len(roles.servers), "workers": len(roles.workers), **(facts or {})}
     shares = tuple(
         _share(node, roles, table, owners, sum(layer.parameters for layer in request.layers)) for node in range(nodes)
     )
@@ -137,6 +144,11 @@ def plan(
         roles=roles, table=table, owners=owners, warnings=warnings, facts=told, shares=shares, loss=loss,
         lines=lines, leader=leader,
     )  # fmt: skip
+
+
+def _own_statistics(strategy: Strategy, settings: Any, roles: Roles) -> bool:
+    """Whether several workers each see a part of every batch, and what comes out should be that of one process."""
+    return len(roles.workers) > 1 and strategy.shares_batches and not strategy.drifts(settings)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

@@ -58,6 +58,10 @@ class DpsgdSettings(Settings, frozen=True):
             return found
         if self.graph in NAMED:
             return worker_topologies.metropolis(NAMED[self.graph](nodes))
+        if "-" not in self.graph:
+            raise UsageError(
+                f"graph={self.graph}: choose {' or '.join(NAMED)}, or write edges as 0-1+1-2, with nodes from 0 to {nodes - 1}"
+            )
         graph = worker_topologies.of_edges("graph", self.graph, nodes)
         worker_topologies.refuse_divided("graph", self.graph, graph)
         return worker_topologies.metropolis(graph)

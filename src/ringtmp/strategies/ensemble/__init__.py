@@ -73,6 +73,9 @@ class Ensemble(Strategy):
             endpoint, plan, roles, lambda plan, replica, recorder, _: OwnTraining(plan, replica, recorder)
         )
 
+    def drifts(self, settings: EnsembleSettings) -> bool:
+        return True
+
     def can_lose(self, settings: EnsembleSettings, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
         return len(roles.workers) > 1
 

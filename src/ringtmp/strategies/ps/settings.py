@@ -201,14 +201,15 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(f"servers={self.servers} must be a number from 1 to {max(1, nodes - 1)}, or 'workers'")
         if isinstance(self.servers, int) and nodes > 1 and not 1 <= self.servers < nodes:
             raise UsageError(
-                f"servers={self.servers} of {nodes} nodes leaves no worker or no server: use 1 to {nodes - 1}, or "
-                "servers=workers"
+                f"servers={self.servers} of {nodes} nodes leaves no {'worker' if self.servers > 0 else 'server'}: use "
+                f"servers={_up_to(1, nodes - 1)}, servers=workers"
+                + (f", or --nodes {self.servers + 1} or more" if self.servers > 0 else "")
             )
         workers = nodes - self.dedicated(nodes)
         if self.quorum is not None and not 1 <= self.quorum <= workers:
-            raise UsageError(f"quorum={self.quorum} must be from 1 to {workers}, the number of workers")
+            raise self._too_many("quorum", self.quorum, self.quorum, nodes)
         if any(count > workers for count in self.team_counts[:1]):
-            raise UsageError(f"teams={self.teams} must be from 1 to {workers}, the number of workers")
+            raise self._too_many("teams", self.teams, self.team_counts[0], nodes)
         if self.teams is not None and wire_format(wire).carries_error:
             raise UsageError(
                 f"in a team sums would be rounded by {wire} twice, and what was lost be made up for once: use --wire float32, "
@@ -216,7 +217,8 @@ class PsSettings(Settings, frozen=True):
             )
         if self.replicas and (nodes if self.on_workers else int(self.servers)) < 2:
             raise UsageError(
-                f"replicas=1 needs a second server to hold them: use servers=2 to servers={nodes - 1}, or servers=workers"
+                "replicas=1 needs a second server to hold them: use servers=workers, or "
+                + (f"servers={_up_to(2, nodes - 1)}" if nodes > 2 else "servers=2 with --nodes 3 or more")
             )
         if self.significant and not wire_format(wire).exact:
             raise UsageError(
@@ -236,6 +238,12 @@ class PsSettings(Settings, frozen=True):
             raise UsageError(
                 f"fetch=layerwise keeps no weights an {wire} change could be added to: use --wire bfloat16"
             )
+
+    def _too_many(self, name: str, value: object, wanted: int, nodes: int) -> UsageError:
+        """Of what every worker can have one of."""
+        servers = self.dedicated(nodes)
+        more = f": use --nodes {wanted + servers} or more" if wanted > 0 else ""
+        return UsageError(f"{name}={value} must be from 1 to {nodes - servers}, the number of workers{more}")
 
 
 def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
@@ -257,13 +265,17 @@ def fitted(given: Mapping[str, Any], nodes: int) -> dict[str, Any]:
     return fit
 
 
+def _up_to(least: int, most: int) -> str:
+    return f"{least} to {most}" if most > least else str(least)
+
+
 #: Kinds of consistency, and what their number is; None: they have none.
 BOUNDS = {
     "bsp": None,
     "async": None,
-    "ssp": "the bound of ssp must be a whole number of at least 0, or inf",
-    "value": "the bound of value must be a number of at least 0",
-    "asp": "the threshold of asp must be a number of at least 0 and below 1",
+    "ssp": "the bound of ssp must be a whole number of at least 0, or inf, as in ps:ssp:3",
+    "value": "the bound of value must be a number of at least 0, as in ps:value:0.01",
+    "asp": "the threshold of asp must be a number of at least 0 and below 1, as in ps:asp:0.01",
 }
 
 

@@ -148,7 +148,7 @@ VECTORS = 10
 def refuse_other_layers(layers: Sequence[Layer]) -> None:
     """UsageError unless everything that is trained is the matrix of a linear layer or its bias."""
     for layer in layers:
-        shapes = {each.name: each.shape for each in layer.tensors if each.trainable}
+        shapes = {layer.full_name(each): each.shape for each in layer.tensors if each.trainable}
         matrices = [shape for shape in shapes.values() if len(shape) == 2]
         biases = [shape for shape in shapes.values() if len(shape) == 1]
         linear = len(matrices) == 1 and len(biases) <= 1 and len(matrices) + len(biases) == len(shapes)
