@@ -114,7 +114,8 @@ def test_a_killed_member_of_a_group_appears_and_heals_on_screen(tmp_path: Path) 
         assert process.returncode == 0
         summary = msgspec.json.decode(out, type=Summary)
         assert told == msgspec.structs.replace(summary, run_dir=told.run_dir)
-        assert len(summary.recoveries) == 1
+        lost, *joined = [each.lost for each in summary.recoveries]
+        assert len(lost) == 1 and joined == [()], "a fresh process took the place, when it was there"
     finally:
         process.kill()
         process.wait()

@@ -56,6 +56,10 @@ class SumsTogether:
             self._thread.join(limit_s)
         return self._thread is None or not self._thread.is_alive()
 
+    def let_go(self) -> None:
+        """Of the group: no sum is under way, and none begins."""
+        self._group = None
+
     def _wait_for_all(self) -> None:
         while (sum_ := self._under_way.get()) is not None:
             name, vector, work = sum_

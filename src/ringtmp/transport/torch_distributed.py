@@ -84,26 +84,28 @@ class TorchTransport:
     def close(self) -> None:
         """Both ends say so; whoever does not within a few seconds is cut off.
 
-        Every thread has ended afterwards: one that comes back from the library while the interpreter goes down would take
-        the process with it (SIGABRT), after all its work was done.
+        Every thread has ended afterwards, the library's own too: one that needs the interpreter while that goes down would
+        take the process with it (SIGABRT), after all its work was done.
         """
         limit = time.monotonic() + CLOSE_LIMIT_S
         self.sums.close()
         for lane in self._lanes.values():
             lane.say_closing()
         ended = [lane.ended(limit) for lane in self._lanes.values()]
-        if not all([*ended, self.sums.ended(END_LIMIT_S)]):
-            self._cut()
+        all_ended = all([*ended, self.sums.ended(END_LIMIT_S)]) or self._cut()
         self._lanes.clear()
+        if all_ended:  # the last to hold the group ends its threads, which would wait for what is under way
+            self._group = None
+            self.sums.let_go()
 
-    def _cut(self) -> None:
-        """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them."""
+    def _cut(self) -> bool:
+        """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them.
+        Whether it did."""
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(timedelta(milliseconds=1))
         limit = time.monotonic() + END_LIMIT_S
-        for lane in self._lanes.values():
-            lane.ended(limit)
-        self.sums.ended(END_LIMIT_S)
+        ended = [lane.ended(limit) for lane in self._lanes.values()]
+        return all([*ended, self.sums.ended(END_LIMIT_S)])
 
     def _tell(self) -> None:
         with self._news:
