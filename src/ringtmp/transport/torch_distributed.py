@@ -102,7 +102,9 @@ class TorchTransport:
         """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them.
         Whether it did."""
         with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(timedelta(milliseconds=1))
+            self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(
+                timedelta(milliseconds=1)
+            )
         limit = time.monotonic() + END_LIMIT_S
         ended = [lane.ended(limit) for lane in self._lanes.values()]
         return all([*ended, self.sums.ended(END_LIMIT_S)])
