@@ -365,7 +365,16 @@ def exported_rule(table: str, rule: Rule, values: torch.Tensor) -> bytes:
     example = [
         torch.arange(1, 1 + values[:1].numel() * EXAMPLE_BATCH).reshape(shape).to(values.dtype) for _ in range(2)
     ]
-    layer, tensors = Exporter().export(f"rule of table {table}", _RuleModule(rule), tuple(example))
+    try:
+        layer, tensors = Exporter().export(f"rule of table {table}", _RuleModule(rule), tuple(example))
+    except UsageError as error:
+        what = str(error).partition(" cannot be exported: ")[2].partition(". A layer must be")[0]
+        if not what:
+            raise
+        raise UsageError(
+            f"{said} cannot be exported: {what}. A rule must be a fixed sequence of tensor operations: no branch on values "
+            "(torch.where chooses between two), no Python side effects"
+        ) from error
     if tensors:
         raise UsageError(
             f"{said} brings a tensor of its own ({', '.join(tensors)}): write numbers, or keep it in a table"

@@ -70,6 +70,15 @@ def test_a_resumed_run_may_change_it_and_keeps_its_bits(
     assert digest == parts[1]
 
 
+def test_steps_that_are_all_made_already_are_told(parts: tuple[Path, str], tmp_path: Path) -> None:
+    """`--resume RUN --epochs 3` after eight epochs, meant as three more, ended at once as if all were well."""
+    shutil.copytree(parts[0], tmp_path / "run")
+    done = here("train", "--resume", "run", "--steps", 2, "--quiet", cwd=tmp_path)
+    assert (
+        "nothing is left to train: this run has made 3 steps of 2; --epochs and --steps count from its" in done.stderr
+    )
+
+
 def test_what_is_not_given_stays_as_the_run_had_it(parts: tuple[Path, str]) -> None:
     saved = api.settings_of(parts[0], {"laps": 2, "window": 3})
     assert (saved.ring.nodes, saved.ring.laps, saved.ring.window, saved.ring.cuts) == (3, 2, 3, None)

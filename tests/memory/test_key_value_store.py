@@ -136,7 +136,7 @@ CONSTANT = torch.ones(3)
         (lambda rows, update: rows + torch.rand_like(update), "draws random numbers"),
         (lambda rows, update: rows + CONSTANT, "brings a tensor of its own"),
         (lambda rows, update: rows + update - rows.mean(0, keepdim=True), "something else of one row when others come with it"),
-        (lambda rows, update: rows if float(update.sum()) > 0 else update, "rule of table"),
+        (lambda rows, update: rows if float(update.sum()) > 0 else update, "A rule must be a fixed sequence"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_travel_is_refused_before_anything_starts(

@@ -89,7 +89,7 @@ def test_a_graph_tells_what_it_changes_and_whether_its_output_depends_on_it(
 
 
 def test_what_a_layer_changes_is_told_by_its_name_in_the_model() -> None:
-    layer, _ = exported(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    layer, _ = exported(nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4)))
     cut = msgspec.structs.replace(
         layer, tensors=tuple(msgspec.structs.replace(each, full=f"net.{each.name}") for each in layer.tensors)
     )

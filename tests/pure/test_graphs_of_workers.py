@@ -78,7 +78,7 @@ def checked(name: str, nodes: int) -> None:
         (
             "dpsgd:graph=star",
             4,
-            "graph=star: choose ring or complete, or write edges as 0-1+1-2, with nodes from 0 to 3",
+            "graph=star: choose ring or complete, or write edges as 0-1.1-2, with nodes from 0 to 3",
         ),
         ("dpsgd:graph=0-1+1-0+1-2", 3, "there twice"),
         ("dpsgd:matrix=0.5_0.5/0.4_0.6", 2, "symmetric: node 0 gives node 1 0.5 and gets 0.4"),

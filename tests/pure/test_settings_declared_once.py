@@ -144,6 +144,12 @@ def test_help_of_python_shows_every_setting_with_its_default() -> None:
     ("call", "given", "says"),
     [
         ("Ring", {"epochs": 3}, r"epochs is an argument of fit: write Ring\(\.\.\.\)\.fit\(\.\.\., epochs=\.\.\.\)"),
+        (
+            "Ring",
+            {"tau": 4},
+            "Ring has no argument 'tau': if it is a setting of the strategy, write settings={'tau': 4};",
+        ),
+        ("Ring", {"strategy_settings": {"tau": 4}}, "Ring has no argument 'strategy_settings': did you mean settings?"),
         ("Ring", {"scedule": "gpipe"}, "Ring has no argument 'scedule': did you mean schedule?"),
         ("fit", {"laps": 2}, r"laps is an argument of Ring: write Ring\(laps=\.\.\.\)\.fit"),
     ],

@@ -93,7 +93,9 @@ def print_summary(summary: Summary, stream: IO[str]) -> None:
     if summary.predicted is not None:
         console.print(_predicted(summary.predicted), highlight=False)
     if summary.bad_lines:
-        console.print(f"{summary.bad_lines} lines of the stream were no samples and were left out", highlight=False)
+        lines = "1 line of the stream was no sample and was" if summary.bad_lines == 1 else ""
+        lines = lines or f"{summary.bad_lines} lines of the stream were no samples and were"
+        console.print(f"{lines} left out", highlight=False)
     if summary.skipped_samples:
         console.print(f"{summary.skipped_samples} samples of the stream were skipped after a loss", highlight=False)
     if summary.checked in _CHECKED:

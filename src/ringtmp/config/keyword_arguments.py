@@ -16,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ELSEWHERE = {
     "test": "test_data", "val_data": "test_data", "validation_data": "test_data", "valid_data": "test_data",
     "data": "train_data", "criterion": "loss", "loss_fn": "loss", "callbacks": "watcher",
+    "strategy_settings": "settings",
 }  # fmt: skip
 #: Options of the command line that are no argument, and what to do instead.
 _COMMANDS = {
@@ -73,5 +74,7 @@ def checked_keywords(call: Call, function: Callable[..., Any], given: Mapping[st
         known = [each.name for each in takes if each.kind is not each.VAR_POSITIONAL][1:]
         meant = _ELSEWHERE.get(name) if _ELSEWHERE.get(name) in known else nearest(name, known)
         hint = f"did you mean {meant}? " if meant else ""
+        if call == "Ring" and not meant:
+            hint = f"if it is a setting of the strategy, write settings={{{name!r}: {given[name]!r}}}; "
         raise UsageError(f"{call} has no argument {name!r}: {hint}it takes {', '.join(known)}")
     return fields(given)

@@ -80,7 +80,7 @@ def load(
 
 #: How files are called that one of the names reads.
 _BY_SUFFIX = {
-    ".npz": "npz", ".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
+    ".npz": "npz", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
     ".tar": "tar",
 }  # fmt: skip
 
@@ -90,6 +90,8 @@ def _unknown(name: str) -> UsageError:
     if suffix in _BY_SUFFIX:
         path = name.partition(":")[2] or name
         return UsageError(f"unknown data {name!r}: write --data {_BY_SUFFIX[suffix]}:{path}")
+    if suffix == ".jsonl":
+        return UsageError(f"unknown data {name!r}: write --data jsonl:{name} for text, --data - < {name} for samples")
     if suffix in (".csv", ".tsv"):
         return UsageError(
             f"unknown data {name!r}: for CSV write a function that returns (inputs, targets) and give --data FILE.py:NAME, or "

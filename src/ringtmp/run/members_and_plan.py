@@ -34,7 +34,7 @@ from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.run_directory import LayerIndex, SavedConfig
 from ringtmp.runtime.snapshot_schedule import Protection, Snapshot
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy, keeps_bits
+from ringtmp.strategies.base import Leader, Plan, PlanRequest, Strategy, drifts, keeps_bits
 from ringtmp.system.resources import fingerprint, set_threads
 from ringtmp.wire.formats import wire_format
 from ringtmp.wire.messages import Hello, Recipe
@@ -285,7 +285,7 @@ class Generations:
     def _drifts(self) -> bool:
         ring = self.config.ring
         strategy, settings = registry.of(ring)
-        return ring.local_steps is not None or parse_sums(ring.group_sums) > 0 or strategy.drifts(settings)
+        return ring.local_steps is not None or parse_sums(ring.group_sums) > 0 or drifts(strategy, settings)
 
     def _exactness(self, progress: Progress) -> str:
         if self._run.batches.not_ours is not None or progress.stream.strayed:

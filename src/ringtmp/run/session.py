@@ -128,6 +128,11 @@ class Session:
             how = Reading.of(config, self._batches, self._batch_size, (job.loss, job.loss_name))
             write_model(job.run, job.model, job.train, how, phase=self._watcher.phase, known=enough)
         run = self._opened(record)
+        if job.model is None and run.total_steps is not None and run.saving.step >= run.total_steps:
+            self._watcher.tell(
+                f"nothing is left to train: this run has made {run.saving.step} steps of {run.total_steps}; --epochs and "
+                "--steps count from its beginning"
+            )
         if job.model is not None and run.index.checked == TRACED:
             self._watcher.tell(
                 "the model looks at the values of its inputs to choose a path, which no graph can do: it is trained by the "

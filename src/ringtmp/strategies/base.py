@@ -162,6 +162,8 @@ class Strategy:
     chooses: ClassVar[bool] = False
     #: Every step takes the whole data.
     full_batch: ClassVar[bool] = False
+    #: What comes out is not what one process would have, whatever the settings.
+    own_method: ClassVar[bool] = False
     #: Workers take shares of a batch; else every worker takes the whole.
     shares_batches: ClassVar[bool] = True
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
@@ -196,7 +198,8 @@ class Strategy:
         if not values:
             return UsageError(f"{key or 'settings'} of strategy {self.name}: {what[0].lower()}{what[1:]}")
         whole = "a whole number, " if what.startswith("Expected `int`") else ""
-        return UsageError(f"{key}={as_typed(given[key])} cannot be: {key} of strategy {self.name} is {whole}{values}")
+        value = repr(given[key]) if whole and isinstance(given[key], str) else as_typed(given[key])
+        return UsageError(f"{key}={value} cannot be: {key} of strategy {self.name} is {whole}{values}")
 
     def refuse_wire(self, wire: str) -> None:
         """UsageError for a wire format that what travels here cannot bear."""
@@ -228,10 +231,6 @@ class Strategy:
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""
         return False
-
-    def drifts(self, settings: Any) -> bool:
-        """Whether it trains otherwise than one process does, not only with other rounding."""
-        return self.delayed(settings) or self.full_batch
 
     def ways(self, config: RunConfig) -> Sequence[RunConfig]:
         """A run's settings for each way in which it is considered by `--strategy auto`; none: it must be asked for."""
@@ -301,6 +300,12 @@ class Strategy:
 def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:
     """Whether float32 on the wire ends in the bits of one process with so many parts of a batch."""
     return strategy.exactness(settings) == "bits" or (sum_tree > 1 and strategy.sums_by_tree(settings))
+
+
+def drifts(strategy: Strategy, settings: Any) -> bool:
+    """Whether it trains otherwise than one process does, not only with other rounding."""
+    own = strategy.own_method or strategy.full_batch or strategy.delayed(settings)
+    return own or strategy.exactness(settings) == "steps"
 
 
 # -- what a plan is made of, and what it makes --------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def _unknown_setting(strategy: Strategy, key: str, known: Sequence[str]) -> Usag
     """Says whose it is, where it is another's."""
     what = f"setting of strategy {strategy.name}"
     if key in SETTINGS and (strategy.splits_layers or not SETTINGS[key].said.split):
-        return UsageError(f"unknown {what} {key!r}: that is a setting of the run: use {SETTINGS[key].option}")
+        return UsageError(f"unknown {what} {key!r}: that is a setting of the run: use {SETTINGS[key].title}")
     owners = [name for name, each in every().items() if key in _names(each)]
     if key in SETTINGS:
         owners.append(f"{splitting_layers()} ({SETTINGS[key].option})")

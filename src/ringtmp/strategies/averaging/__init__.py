@@ -106,6 +106,7 @@ class Averaging(Strategy):
     Settings = AveragingSettings
     short = "tau"
     state_from = "survivors"
+    own_method = True  # with tau=1, too: each worker has an optimizer of its own
 
     def parse_short(self, text: str) -> dict[str, Any]:
         if not text.isdigit() and text != AUTO:
@@ -115,9 +116,6 @@ class Averaging(Strategy):
     def exactness(self, settings: AveragingSettings) -> str:
         timed = settings.tau == AUTO and not read_budget(settings.budget).in_bytes
         return "steps" if timed else "replay"
-
-    def drifts(self, settings: AveragingSettings) -> bool:
-        return True  # with tau=1, too: each worker has an optimizer of its own
 
     def delayed(self, settings: AveragingSettings) -> bool:
         return settings.first_tau > 1

@@ -83,11 +83,9 @@ class BlockMomentum(Strategy):
     runs = (Runs("CNTK, block momentum", "block-momentum"),)
     Settings = BlockMomentumSettings
     short = "tau"
+    own_method = True
     short_number = "8 for blocks of 8 steps"
     state_from = "survivors"
-
-    def drifts(self, settings: BlockMomentumSettings) -> bool:
-        return True  # with tau=1, too: the mean change has a momentum of its own
 
     def delayed(self, settings: BlockMomentumSettings) -> bool:
         return settings.tau > 1

@@ -17,7 +17,7 @@ from ringtmp.runtime.base_leader import Start
 from ringtmp.runtime.clipping import parameter_order
 from ringtmp.runtime.losses import LOSSES
 from ringtmp.strategies import registry
-from ringtmp.strategies.base import PlanRequest, Roles, Share, Strategy
+from ringtmp.strategies.base import PlanRequest, Roles, Share, Strategy, drifts
 from ringtmp.strategies.data_parallel import parameter_keys
 from ringtmp.strategies.data_parallel.leader import DataParallelLeader
 from ringtmp.strategies.data_parallel.loss import exported
@@ -148,7 +148,7 @@ def plan(
 
 def _own_statistics(strategy: Strategy, settings: Any, roles: Roles) -> bool:
     """Whether several workers each see a part of every batch, and what comes out should be that of one process."""
-    return len(roles.workers) > 1 and strategy.shares_batches and not strategy.drifts(settings)
+    return len(roles.workers) > 1 and strategy.shares_batches and not drifts(strategy, settings)
 
 
 def _share(node: int, roles: Roles, table: Sequence[Key], owners: Sequence[int], parameters: int) -> Share:

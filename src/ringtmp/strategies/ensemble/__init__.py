@@ -56,6 +56,7 @@ class Ensemble(Strategy):
     runs = (Runs("Ensembles", "ensemble:vote"),)
     Settings = EnsembleSettings
     short = "combine"
+    own_method = True
 
     def plan(self, request: PlanRequest) -> Plan:
         from ringtmp.strategies.data_parallel.plan import MOST_AHEAD, Pace, plan
@@ -72,9 +73,6 @@ class Ensemble(Strategy):
         return PeerMember(
             endpoint, plan, roles, lambda plan, replica, recorder, _: OwnTraining(plan, replica, recorder)
         )
-
-    def drifts(self, settings: EnsembleSettings) -> bool:
-        return True
 
     def can_lose(self, settings: EnsembleSettings, roles: Roles, node: int, bare: Collection[int], nodes: int) -> bool:
         return len(roles.workers) > 1

@@ -98,9 +98,6 @@ class ParameterServer(Strategy):
     def exactness(self, settings: PsSettings) -> str:
         return "replay" if settings.deterministic else "steps"
 
-    def drifts(self, settings: PsSettings) -> bool:
-        return self.delayed(settings) or settings.quorum is not None  # late gradients are dropped
-
     def delayed(self, settings: PsSettings) -> bool:
         return not settings.gathered or settings.significant > 0
 
