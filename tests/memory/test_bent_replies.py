@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "allreduce": ("allreduce", {}, 3, 1, REDUCERS),
     "tree": ("allreduce", {"algorithm": "tree"}, 4, 1, ("GradientPart",)),
     "factors": ("hybcomm", {"way": "factors"}, 3, 1, ("Factors", "GradientPart")),
-    "centre": ("easgd", {"tau": 1}, 3, 1, ("Push", "Pull")),
+    "centre": ("easgd", {"tau": 1}, 3, 1, ("Push",)),
     "neighbour": ("dpsgd", {}, 3, 1, ("PeerModel",)),
     "ensemble": ("ensemble", {}, 3, 1, ("Predicted", "LayerState")),
 }
@@ -163,10 +164,26 @@ def test_a_push_that_moves_nothing_does_not_end_the_run(base: Base) -> None:
     assert (lost.lost, "nothing to move" in lost.reason) == ((1,), True)
 
 
+@pytest.mark.parametrize("share", [math.nan, 2.0])
+@pytest.mark.parametrize(("strategy", "settings"), [("easgd", {"tau": 1}), ("ps", {"consistency": "async"})])
+def test_a_share_that_was_not_dealt_costs_its_sender_and_nobody_waits_for_it(
+    strategy: str, settings: dict[str, Any], share: float, base: Base
+) -> None:
+    """What was dealt to it was nobody's any more: a step never came to its end."""
+
+    def too_much(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.WorkDone):
+            return None
+        return peer, msgspec.structs.replace(message, share=share), tensors
+
+    (lost,) = base.run(Crooked(3, 1, too_much), strategy, settings, steps=STEPS).summary.recoveries
+    assert (lost.lost, f"did {share:g} of step" in lost.reason) == ((1,), True)
+
+
 @pytest.mark.parametrize("other", [0, 2])
 def test_who_sends_a_gradient_another_way_than_all_is_named_whoever_comes_last(other: int, base: Base) -> None:
     """The last was blamed; and where that was the one who noticed, the run ended."""
-    linear = {0: 112, 4: 272, 6: 51}  # layers by their number: values
+    linear = {0: 112, 4: 272, 6: 64}  # layers by their number: values, each tensor on a boundary
 
     def by_server(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
         if not isinstance(message, messages.Factors) or peer != other:

@@ -12,7 +12,7 @@ from torch import nn
 from ringtmp import api
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.source_registry import load
-from ringtmp.errors import UsageError
+from ringtmp.errors import LossNotFinite, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run import evaluate_predict_generate
@@ -114,6 +114,12 @@ def test_members_are_whole_if_one_is_lost_while_they_are_saved(tmp_path: Path, m
     assert [torch.equal(*each) for each in zip(left, (whole[0], whole[2]), strict=True)] == [True] * 2
     checkpoint, _ = latest(tmp_path / "hit/run/checkpoints")
     assert len([name for name in checkpoint.manifest.files if name.startswith("weights")]) == 2 * len(model())
+
+
+def test_members_that_have_gone_astray_end_the_run_with_a_word_on_it(tmp_path: Path) -> None:
+    """Fitting how much each counts ended in a traceback before the loss was no number any more."""
+    with pytest.raises(LossNotFinite, match="smaller --lr"):
+        train("ensemble:stacking", tmp_path, 6, checkpoint_every=2, optimizer="sgd", optimizer_settings={"lr": 1e20})
 
 
 def test_with_more_workers_than_members_the_rest_begin_with_a_copy(tmp_path: Path) -> None:

@@ -263,8 +263,6 @@ class BaseLeader:
             return
         try:
             self._heed(mail)
-        except Misconduct as error:
-            self.endpoint.offended(error.node, str(error), sure=False)
         except ProtocolError as error:
             if mail.sender == MASTER:
                 raise

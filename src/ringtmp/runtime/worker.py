@@ -86,7 +86,7 @@ class Worker:
                 self.endpoint.judge(mail.sender, mail.message)
             member.handle(mail)
         except ProtocolError as error:
-            self._blame(error.node if isinstance(error, Misconduct) else mail.sender, error)
+            self._blame(mail.sender, error)
 
     def _act(self) -> bool:
         try:

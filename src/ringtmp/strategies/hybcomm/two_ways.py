@@ -61,7 +61,9 @@ class _Sum:
     came: dict[int, Caught | torch.Tensor | None] = field(default_factory=dict)  # by rank; None: it has no samples
     chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # sums, by the rank that serves them
     served: bool = False  # our own among them
-    factored: bool = False  # how it travels; known when this worker's own is among what came
+    #: How it travels, and the ranks that were dealt samples: known when this worker's own is among what came.
+    factored: bool = False
+    senders: tuple[int, ...] = ()
 
 
 class TwoWays(Exchange):
@@ -182,6 +184,8 @@ class TwoWays(Exchange):
     def _take(self, step: int, number: int, rank: int, came: Caught | torch.Tensor | None) -> None:
         waiting = self._sum(step, number)
         waiting.came[rank] = came
+        if rank == self._rank:
+            waiting.senders = self._senders
         self._go_on(step, number, waiting)
 
     def _sum(self, step: int, number: int) -> _Sum:
@@ -193,7 +197,8 @@ class TwoWays(Exchange):
         found = [each for _, each in sorted(waiting.came.items()) if each is not None]
         factors = [each for each in found if isinstance(each, Caught)]
         for rank, each in waiting.came.items():
-            if each is not None and isinstance(each, Caught) != waiting.factored:
+            silent = each is None and rank in waiting.senders and not waiting.factored
+            if silent or (each is not None and isinstance(each, Caught) != waiting.factored):
                 self._offended(self._workers[rank], f"sent its gradient of step {step} another way than the others")
                 return  # it goes on when the run has let go of that one
         if factors or not found:  # where nothing comes back to a layer, its gradient is zeros, as with every other way
