@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def test_tau_follows_the_root_of_the_loss_and_halves_where_that_does_not_fall() 
     assert next_tau(8, 16, 0.5, 2.0) == 4
     assert next_tau(4, 16, 0.002, 2.0) == 1
     assert next_tau(1, 16, 2.0, 2.0) == 1
+    assert [next_tau(4, 16, *losses) for losses in ((math.nan, 2.0), (math.inf, 2.0), (2.0, math.inf))] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [(Budget(20.0, True), [4, 2, 2, 1]), (Budget(7.0, False), [4, 4, 2, 2])])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from crooked import Crooked, Tensors, bent
 from ringtmp.errors import RingError
 from ringtmp.runtime import snapshot_schedule
 from ringtmp.strategies.data_parallel import sum_over_workers
+from ringtmp.strategies.hybcomm.choose_way import chunk
 from ringtmp.wire import messages as messages
 from ringtmp.wire.messages import Message
 from test_data_parallel_healing import Base
@@ -31,6 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "team by all-reduce": ("ps", {"teams": 1, "team_sum": "all-reduce"}, 4, 3, ("GradientPart", "Pull")),
     "allreduce": ("allreduce", {}, 3, 1, REDUCERS),
     "tree": ("allreduce", {"algorithm": "tree"}, 4, 1, ("GradientPart",)),
+    "factors": ("hybcomm", {"way": "factors"}, 3, 1, ("Factors", "GradientPart")),
+    "centre": ("easgd", {"tau": 1}, 3, 1, ("Push",)),
+    "neighbour": ("dpsgd", {}, 3, 1, ("PeerModel",)),
+    "ensemble": ("ensemble", {}, 3, 1, ("Predicted", "LayerState")),
 }
 #: How many parameters have gradients is known to their holder alone: the first time, fewer norms or more are wrong values
 #: of the right kind, as wrong gradients are; from the second on they are found out.
@@ -144,3 +152,74 @@ def test_every_field_of_every_message_in_every_wrong_way(case: str, base: Base) 
     print(case, tally.found)
     assert not tally.wrong, "\n".join(tally.wrong)
     assert tally.found["healed"] > tally.found["ended"]
+
+
+def test_a_push_that_moves_nothing_does_not_end_the_run(base: Base) -> None:
+    """It did: the centre is on the master, which looked for what had not come."""
+
+    def empty(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        return (peer, message, []) if isinstance(message, messages.Push) else None
+
+    (lost,) = base.run(Crooked(3, 1, empty), "easgd", {"tau": 1}, steps=STEPS).summary.recoveries
+    assert (lost.lost, "nothing to move" in lost.reason) == ((1,), True)
+
+
+@pytest.mark.parametrize("share", [math.nan, 2.0])
+@pytest.mark.parametrize(("strategy", "settings"), [("easgd", {"tau": 1}), ("ps", {"consistency": "async"})])
+def test_a_share_that_was_not_dealt_costs_its_sender_and_nobody_waits_for_it(
+    strategy: str, settings: dict[str, Any], share: float, base: Base
+) -> None:
+    """What was dealt to it was nobody's any more: a step never came to its end."""
+
+    def too_much(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.WorkDone):
+            return None
+        return peer, msgspec.structs.replace(message, share=share), tensors
+
+    (lost,) = base.run(Crooked(3, 1, too_much), strategy, settings, steps=STEPS).summary.recoveries
+    assert (lost.lost, f"did {share:g} of step" in lost.reason) == ((1,), True)
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_who_sends_a_gradient_another_way_than_all_is_named_whoever_comes_last(other: int, base: Base) -> None:
+    """The last was blamed; and where that was the one who noticed, the run ended."""
+    linear = {0: 112, 4: 272, 6: 64}  # layers by their number: values, each tensor on a boundary
+
+    def by_server(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.Factors) or peer != other:
+            return None
+        group = 1 + list(linear).index(message.layer)  # behind the BatchNorm, whose values go that way
+        first, stop = chunk(linear[message.layer], 3, peer)
+        return peer, messages.GradientPart(message.step, group, peer, 0, False), [torch.zeros(stop - first)]
+
+    for seed in range(3):
+        pool = Crooked(3, 1, by_server, seed)
+        (lost,) = base.run(pool, "hybcomm", {"way": "factors"}, steps=STEPS).summary.recoveries
+        assert (lost.lost, "another way than the others" in lost.reason) == ((1,), True)
+
+
+def test_a_server_takes_no_gradient_of_keys_it_does_not_have_nor_of_steps_to_come(base: Base) -> None:
+    """It kept them: a worker could fill its memory."""
+
+    def elsewhere(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        return (1 - peer, message, tensors) if isinstance(message, messages.Push) else None
+
+    def later(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.Push):
+            return None
+        return peer, msgspec.structs.replace(message, step=message.step + 1), tensors
+
+    for crooked, said in ((elsewhere, "does not have it"), (later, "out of turn")):
+        pool = Crooked(4, 2, crooked)
+        (lost, *_) = base.run(pool, "ps", {"servers": 2}, steps=STEPS).summary.recoveries
+        assert (lost.lost, said in lost.reason) == ((2,), True)
+
+
+def test_a_neighbour_sends_no_model_of_steps_that_nobody_can_have_come_to(base: Base) -> None:
+    def later(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.PeerModel) or message.bucket:
+            return None
+        return peer, msgspec.structs.replace(message, step=message.step + 2), tensors
+
+    (lost, *_) = base.run(Crooked(3, 1, later), "dpsgd", steps=STEPS).summary.recoveries
+    assert lost.lost == (1,)

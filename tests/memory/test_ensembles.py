@@ -12,12 +12,13 @@ from torch import nn
 from ringtmp import api
 from ringtmp.data.batches import TrainingBatches
 from ringtmp.data.source_registry import load
-from ringtmp.errors import UsageError
+from ringtmp.errors import LossNotFinite, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.metrics import events
 from ringtmp.run import evaluate_predict_generate
 from ringtmp.runtime.checkpoint import latest
 from ringtmp.runtime.ensemble_members import weights_of
+from ringtmp.strategies.ensemble.combining_leader import CombiningLeader
 from test_every_strategy import train
 from test_healing import Death, Mortal
 from test_strategies import Case, model
@@ -96,6 +97,29 @@ def test_a_lost_member_is_missing_and_the_others_are_what_they_would_have_been(t
     assert hit.summary.recoveries[0].source == "workers"
     warned = [each.text for each in events.read(tmp_path / "hit/run/events.jsonl") if isinstance(each, events.Warned)]
     assert any("node 1" in each for each in warned)
+
+
+def test_members_are_whole_if_one_is_lost_while_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind the lost one had its first layers and their own last ones, without a word."""
+    whole, pool = members(train("ensemble", tmp_path / "whole", 10)), Mortal(3)
+    collect = CombiningLeader._collect
+
+    def lossy(self: CombiningLeader, index: int, wanted: Any, apart: bool) -> None:
+        if (index, self._committed) == (2, 10):
+            pool.kill(1)
+        collect(self, index, wanted, apart)
+
+    monkeypatch.setattr(CombiningLeader, "_collect", lossy)
+    left = members(train("ensemble", tmp_path / "hit", 10, pool))
+    assert [torch.equal(*each) for each in zip(left, (whole[0], whole[2]), strict=True)] == [True] * 2
+    checkpoint, _ = latest(tmp_path / "hit/run/checkpoints")
+    assert len([name for name in checkpoint.manifest.files if name.startswith("weights")]) == 2 * len(model())
+
+
+def test_members_that_have_gone_astray_end_the_run_with_a_word_on_it(tmp_path: Path) -> None:
+    """Fitting how much each counts ended in a traceback before the loss was no number any more."""
+    with pytest.raises(LossNotFinite, match="smaller --lr"):
+        train("ensemble:stacking", tmp_path, 6, checkpoint_every=2, optimizer="sgd", optimizer_settings={"lr": 1e20})
 
 
 def test_with_more_workers_than_members_the_rest_begin_with_a_copy(tmp_path: Path) -> None:

@@ -59,8 +59,13 @@ def stacking_weights(
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
-    with torch.enable_grad():
-        search.step(closure)  # type: ignore[no-untyped-call]
+    try:
+        with torch.enable_grad():
+            search.step(closure)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # models that have gone astray: a step is longer than float32 can say
+        if "overflow" not in str(error):
+            raise
+        return equal_weights(members)
     found = free.detach().softmax(0)
     return found if bool(found.isfinite().all()) else equal_weights(members)
 

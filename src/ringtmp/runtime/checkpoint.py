@@ -138,6 +138,13 @@ class CheckpointWriter:
         """A file that belongs to no layer."""
         self._files[name] = self._write(self._hidden / name, tensors)
 
+    def begin_again(self) -> None:
+        """Nothing that was added counts."""
+        for name in self._files:
+            (self._hidden / name).unlink()
+        self._files.clear()
+        self.bytes = 0
+
     def commit(self) -> Path:
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)

@@ -55,7 +55,8 @@ def read_budget(text: str) -> Budget:
 
 
 def next_tau(tau: int, first: int, loss: float, first_loss: float) -> int:
-    wanted = math.ceil(math.sqrt(max(loss, 0.0) / first_loss) * first) if first_loss > 0 else tau
+    sound = 0 < first_loss < math.inf and math.isfinite(loss)  # else the run ends, with a word on it
+    wanted = math.ceil(math.sqrt(max(loss, 0.0) / first_loss) * first) if sound else tau
     return max(1, wanted if wanted < tau else math.ceil(GAMMA * tau))
 
 

@@ -366,9 +366,10 @@ class DataParallelLeader(BaseLeader):
     def _hear(self, mail: Mail) -> bool:
         message = mail.message
         if isinstance(message, WorkDone):
-            dealt = self._dealt[mail.sender].pop(message.step, None)
-            if dealt is None or abs(dealt - message.share) > 1e-9:
+            dealt = self._dealt[mail.sender].get(message.step)
+            if dealt is None or not abs(dealt - message.share) <= 1e-9:  # it may be no number
                 raise ProtocolError(f"says that it did {message.share:.6g} of step {message.step}, not {dealt}")
+            del self._dealt[mail.sender][message.step]
             if not message.skipped and not math.isfinite(message.loss):
                 raise LossNotFinite(
                     f"the loss is {message.loss} in step {message.step} on node {mail.sender}: "

@@ -73,6 +73,8 @@ class Neighbours(PeerExchange):
             self._mix_if_all_are_there()
 
     def arrived(self, sender: int, step: int, weight: float, model: Model) -> None:
+        if step > self.step + 1:  # for its next step it needs this worker's model of the step before
+            raise ProtocolError(f"sent its model of step {step} to a worker in step {self.step}")
         if step != self._next.get(sender):
             raise ProtocolError(f"sent its model of step {step}, and that of step {self._next.get(sender)} was due")
         self._next[sender] += 1

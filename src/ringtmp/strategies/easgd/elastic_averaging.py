@@ -131,7 +131,9 @@ class Centre:
                 self._recorder.count_sent(values.nbytes)
             self.endpoint.post(mail.sender, Pulled(message.key, message.step, message.step), [values])
         elif isinstance(message, Push):
-            self._values[message.key].add_(mail.present()[0])
+            if not (given := mail.present()):
+                raise ProtocolError(f"sent nothing to move key {message.key} by")
+            self._values[message.key].add_(given[0])
         elif isinstance(message, Store):
             values, *state = mail.present()
             self._values[message.key], self._state[message.key] = values.clone(), (message.state, state)

@@ -181,16 +181,24 @@ class CombiningLeader(DataParallelLeader):
     # -- to the disk --------------------------------------------------------------------------------------------------
 
     def save(self, writer: CheckpointWriter) -> None:
-        weights = self._weights(self._committed)
+        while not self._all_saved(writer):
+            writer.begin_again()
+
+    def _all_saved(self, writer: CheckpointWriter) -> bool:
+        """False: one was lost meanwhile, and members behind it have other numbers now."""
+        weights, workers = self._weights(self._committed), self._workers
         for index, layer in enumerate(self._layers):
             self._collect(index, (), apart=True)
+            if self._workers != workers:
+                return False
             own = len(layer.tensors)
-            for member, worker in enumerate(self._workers):
+            for member, worker in enumerate(workers):
                 message, given = self._states[worker]
                 state = dict(zip(message.state, given[own:], strict=True))
                 frozen = frozenset() if member else frozen_names(layer)
                 writer.add(number_of(member, index, len(self._layers)), layer, given[:own], state, frozen)
-        add_weights(writer, weights if len(weights) == len(self._workers) else equal_weights(len(self._workers)))
+        add_weights(writer, weights)
+        return True
 
 
 def fit(

@@ -35,8 +35,9 @@ class HybCommMember:
         factored = [layer for layer, each in enumerate(plan.linear) if each]
         replica = Replica(plan.recipe, endpoint.node, factored=factored)
         self._exchange = TwoWays(
-            plan, replica, self._recorder, self._send, me=endpoint.node, workers=roles.workers, way=way
-        )
+            plan, replica, self._recorder, self._send,
+            me=endpoint.node, workers=roles.workers, way=way, offended=endpoint.offended,
+        )  # fmt: skip
         endpoint.enter_plan(is_a(lambda: roles), Scrutiny(self._exchange, roles.workers, endpoint.node, plan.wire))
         self.trainer = Trainer(endpoint, plan, self._recorder, self._exchange, replica)
         self.trainer.emit = lambda event: self.emit(event)

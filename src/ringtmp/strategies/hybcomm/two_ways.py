@@ -61,6 +61,9 @@ class _Sum:
     came: dict[int, Caught | torch.Tensor | None] = field(default_factory=dict)  # by rank; None: it has no samples
     chunks: dict[int, torch.Tensor] = field(default_factory=dict)  # sums, by the rank that serves them
     served: bool = False  # our own among them
+    #: How it travels, and the ranks that were dealt samples: known when this worker's own is among what came.
+    factored: bool = False
+    senders: tuple[int, ...] = ()
 
 
 class TwoWays(Exchange):
@@ -68,8 +71,10 @@ class TwoWays(Exchange):
 
     def __init__(
         self, plan: Enlist, replica: Replica, recorder: Recorder, send: Send,
-        *, me: int, workers: Sequence[int], way: str,
+        *, me: int, workers: Sequence[int], way: str, offended: Callable[[int, str], None],
     ) -> None:  # fmt: skip
+        """`offended`: a worker broke the protocol, whoever's message it was that showed it."""
+        self._offended = offended
         self.step = plan.step  # updates made
         self.linear = known(plan.linear)
         # Layers that may go by factors are alone, others travel together.
@@ -121,6 +126,7 @@ class TwoWays(Exchange):
         size, workers = self.sizes[number], len(self._workers)
         rows = round(self._samples * self._plan.rows[layer])
         factored = by_factors(self._way, rows, linear.width, size, workers=workers, senders=self._senders)
+        self._sum(step, number).factored = factored
         if share and not factored:
             self._to_servers(step, number, linear.gradient(0, size, *mine))
             return
@@ -176,17 +182,25 @@ class TwoWays(Exchange):
         return Caught(self._wire.decode(sent[:half]), self._wire.decode(sent[half:]))
 
     def _take(self, step: int, number: int, rank: int, came: Caught | torch.Tensor | None) -> None:
-        waiting = self._sums.setdefault((step, number), _Sum())
+        waiting = self._sum(step, number)
         waiting.came[rank] = came
+        if rank == self._rank:
+            waiting.senders = self._senders
         self._go_on(step, number, waiting)
+
+    def _sum(self, step: int, number: int) -> _Sum:
+        return self._sums.setdefault((step, number), _Sum())
 
     def _go_on(self, step: int, number: int, waiting: _Sum) -> None:
         if len(waiting.came) < len(self._workers):
             return
         found = [each for _, each in sorted(waiting.came.items()) if each is not None]
         factors = [each for each in found if isinstance(each, Caught)]
-        if factors and len(factors) < len(found):
-            raise ProtocolError(f"sent its gradient of step {step} another way than the others")
+        for rank, each in waiting.came.items():
+            silent = each is None and rank in waiting.senders and not waiting.factored
+            if silent or (each is not None and isinstance(each, Caught) != waiting.factored):
+                self._offended(self._workers[rank], f"sent its gradient of step {step} another way than the others")
+                return  # it goes on when the run has let go of that one
         if factors or not found:  # where nothing comes back to a layer, its gradient is zeros, as with every other way
             linear = self.linear[self.groups[number][0]]
             started = self._recorder.begin()

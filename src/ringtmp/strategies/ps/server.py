@@ -78,6 +78,8 @@ class Server:
         if isinstance(message, Push | Pull) and mail.sender not in self._answers:
             raise ProtocolError(f"sent {type(message).__name__}, which only the head of its team may")
         if isinstance(message, Push) and message.key not in self._slots:
+            if message.key not in self._replicas:
+                raise ProtocolError(f"sent its gradient of key {message.key} to a server that does not have it")
             self._early.append(mail)  # the sender has heard sooner that a server is lost whose keys lie here
             return True
         if isinstance(message, Push | Copy):
@@ -134,6 +136,8 @@ class Server:
             raise ProtocolError(f"sent no gradient of key {push.key} in step {push.step}, for which all wait")
         if self._settings.gathered:
             whose = push.node or worker
+            if push.step > slot.updates:  # it is computed with parameters that nobody can have yet
+                raise ProtocolError(f"sent its gradient of key {push.key} of step {push.step} out of turn")
             if push.step < slot.updates or whose in slot.arrived.get(push.step, {}):
                 # Late for a quorum; or sent again because a server died, and the replica had it already.
                 self._dropped += self._settings.quorum is not None
