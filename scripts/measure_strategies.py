@@ -95,6 +95,7 @@ def read(out: Path, command: str) -> Kept:
 
 
 def tables(kept: Kept) -> str:
+    failed = _failed(kept)
     made = [
         f"`{kept.command}`, {kept.date}. " + "; ".join(f"{what}: {value}" for what, value in kept.facts) + ".",
         "",
@@ -104,6 +105,7 @@ def tables(kept: Kept) -> str:
             "strategy", "learning rate", "accuracy", "a step", "bytes a step", "joules a step", "to the target: steps", "time",
             "bytes", "joules", rows=[_outcome(each) for each in kept.outcomes],
         ),
+        *(("", f"Not in the table: {failed}.") if failed else ()),
         "",
         "One exchange of the model, per step: models through the fullest direction of any link, and seconds.",
         "",
@@ -114,6 +116,12 @@ def tables(kept: Kept) -> str:
         "",
     ]  # fmt: skip
     return "\n".join(made) + "\n"
+
+
+def _failed(kept: Kept) -> str:
+    """Each way once, with the words it ended with."""
+    found = [(what.partition(",")[0], why) for what, why in kept.skipped if why.startswith("failed")]
+    return "; ".join(f"`{what}` {why}" for what, why in found)
 
 
 def table(*columns: str, rows: list[tuple[str, ...]]) -> list[str]:

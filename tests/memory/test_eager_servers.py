@@ -8,7 +8,9 @@ import pytest
 
 from ringtmp.errors import ProtocolError, UsageError
 from ringtmp.metrics import events
+from ringtmp.runtime.mailbox import Mail
 from ringtmp.strategies import registry
+from ringtmp.strategies.data_parallel.parameter_keys import Key
 from ringtmp.strategies.ps.client import Client
 from ringtmp.wire.messages import Pull, Pulled
 from test_every_strategy import train
@@ -52,6 +54,31 @@ def test_no_worker_is_further_ahead_than_its_bound_and_it_learns(tmp_path: Path)
     assert len(read) >= 40
     assert all(oldest >= step - 2 for step, oldest in read)
     assert done.summary.loss.last < done.summary.loss.first / 2
+
+
+def test_what_comes_unasked_answers_no_question_for_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fast worker asks for the parameters of step 8, to evaluate with, while the slowest is at its 6th. With a bound of 2
+    what comes by itself when that is done is for step 8, too."""
+    last: dict[tuple[int, int], Mail] = {}
+    came: list[int] = []
+    take, ask = Client.pulled, Client._ask
+
+    def kept(self: Client, message: Pulled, mail: Mail) -> None:
+        last[self.endpoint.node, message.key] = mail
+        take(self, message, mail)
+
+    def answered_early(self: Client, key: Key, step: int, exact: bool = False) -> None:
+        ask(self, key, step, exact)
+        if exact:
+            came.append(step)
+            take(self, Pulled(key.number, step, step - 2), last[self.endpoint.node, key.number])
+
+    monkeypatch.setattr(Client, "pulled", kept)
+    monkeypatch.setattr(Client, "_ask", answered_early)
+    train("ps:ssp:2:eager=true", tmp_path, 8)
+    assert 8 in came
 
 
 def test_a_server_that_dies_is_followed_by_one_that_sends_all_it_has(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness import Built, recipe, ring_in_memory
+from oracle import plain_loop
 from ringtmp import api
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
 from ringtmp.data.tables_and_streams import tensors
@@ -165,6 +166,32 @@ def test_at_rest_the_copies_of_a_stage_differ_by_rounding_alone(
     for first_copy, *others in copies.values():
         for other in others:
             assert float((first_copy - other).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [(3,), (1, 2)])
+def test_a_step_of_plain_descent_of_which_nothing_is_late_is_that_of_one_process(
+    groups: tuple[int, ...], built: Built
+) -> None:
+    """Each member's change counts by its share of the step, which weight decay shows, too: it is not made by every member."""
+    case, nodes, settings = Case("mlp"), 1 + sum(groups), {"lr": 0.5, "weight_decay": 0.1}
+    plain = case.plain()
+    plain_loop(plain, case.batches[:1], MICROBATCHES, case.loss, lambda p: torch.optim.SGD(p, **settings), SEED)
+    apart: list[float] = []
+
+    def compare(master: Any) -> None:
+        come_to_rest(master)
+        for worker in master._node_pool._workers:
+            for state in worker.member.visits.values():
+                wanted = torch.cat([each.flatten() for at in state.visit.layers for each in plain[at].parameters()])
+                found = torch.cat([each.detach().flatten() for each in state.stage.parameters[0]])
+                apart.append(float((found - wanted).abs().max()))
+
+    ring_in_memory(
+        built, recipe("sgd", settings, seed=SEED), case.batches[:1], MICROBATCHES, case.loss, nodes,
+        members=members_of(groups, range(nodes)), late=1, then=compare,
+    )  # fmt: skip
+    assert len(apart) == sum(groups)
+    assert max(apart) < 1e-6
 
 
 class Ledger:

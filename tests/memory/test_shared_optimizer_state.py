@@ -18,6 +18,7 @@ from ringtmp.plan.node_groups import members_of
 from ringtmp.plan.route import Visit
 from ringtmp.run.check_settings import resolve
 from ringtmp.runtime.mailbox import Mail
+from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring import gradient_buckets
 from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.strategies.ring.shared_state import SharedState
@@ -207,6 +208,29 @@ def test_state_that_is_not_a_layers_or_comes_twice_is_refused(built_of: Callable
     with pytest.raises(ProtocolError, match="twice"):
         said()
     said(step=6)  # the next
+
+
+def test_a_store_that_takes_none_of_several_whole_layers_ends_their_snapshot_with_a_word(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' parts came first, so that all layers are whole at once when the first takes its own."""
+    calm, keep = expected(tmp_path_factory.getbasetemp()), KeepPart(checkpoint_every=1000, protect="memory")
+    take, put, full = GatheredState.take, SnapshotStore.put, list[int]()
+
+    def waiting(this: GatheredState, step: int, stage: Any, frozen: Any) -> None:
+        take(this, step, stage, frozen)
+        for parts in this._parts.values():
+            parts.others = {other: {} for other in this._visit.others}
+        full.append(len(this._parts))
+
+    def refusing(this: SnapshotStore, *given: Any) -> str | None:
+        return "no space is left" if len(full) == 1 else put(this, *given)
+
+    monkeypatch.setattr(GatheredState, "take", waiting)
+    monkeypatch.setattr(SnapshotStore, "put", refusing)
+    done = run(tmp_path / "full", InMemoryPool(5), "4", keep=keep, share_optimizer=True).summary
+    assert max(full) > 1, "one layer alone is no test"
+    assert (done.weights_sha256, done.recoveries) == (calm, ())
 
 
 @pytest.mark.parametrize(

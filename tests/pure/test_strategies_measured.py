@@ -70,6 +70,7 @@ def test_the_page_is_what_is_kept(script: ModuleType) -> None:
     if script.KEPT.exists():  # measured on a machine that could
         kept = msgspec.json.decode(script.KEPT.read_bytes(), type=script.Kept)
         assert script.page(text, kept) == text, "run python scripts/measure_strategies.py --write"
+        assert all(f"`{what.partition(',')[0]}` {why}" in text for what, why in kept.skipped if "failed" in why)
         assert {each.label for each in kept.outcomes} | {what.partition(",")[0] for what, _ in kept.skipped} >= set(
             script.WAYS
         )

@@ -171,9 +171,11 @@ class Client(Exchange):
     def pulled(self, message: Pulled, mail: Mail) -> None:
         key = self._table[message.key]
         asked_for = bool(self._questions[key.number, message.step])
-        if not asked_for and not (self._settings.eager and message.step == message.oldest + int(self._settings.bound)):
+        unasked = self._settings.eager and message.step == message.oldest + int(self._settings.bound)
+        if not asked_for and not unasked:
             raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
-        self._questions[key.number, message.step] -= asked_for
+        # What comes by itself may be for the step of a question that is still to be answered.
+        self._questions[key.number, message.step] -= asked_for and not (unasked and self._settings.bound)
         if not self._questions[key.number, message.step]:
             del self._questions[key.number, message.step]
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)

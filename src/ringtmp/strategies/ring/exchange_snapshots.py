@@ -135,6 +135,7 @@ class NodeSnapshots:
         for step, layer, given in gathered.whole():
             if not self._put(step, layer, given, self._endpoint.clock()):
                 gathered.drop(step)
+                return
 
     def left_out(self, stage: Stage, layer: int) -> frozenset[str]:
         return stage.frozen_of(layer) if self._aside else frozenset()
