@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
 
 from ringtmp.transport.base import Arrival, Channel, Frame
 from ringtmp.transport.sums_together import SumsTogether
@@ -39,10 +40,12 @@ _COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class TorchTransport:
-    def __init__(self, group: Any) -> None:
-        """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo)."""
+    def __init__(self, group: Any, mesh: Any = None) -> None:
+        """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo). `mesh`: the
+        same nodes as torch's own default group, for what needs that."""
         self.node = group.rank()
         self._group = group
+        self.mesh = mesh
         self._lanes: dict[int, _Lane] = {}
         self._arrived: deque[Arrival] = deque()
         self._news = threading.Condition()
@@ -95,11 +98,16 @@ class TorchTransport:
         if not all([*ended, self.sums.ended(END_LIMIT_S)]):
             self._cut()
         self._lanes.clear()
+        if self.mesh is not None:
+            self.mesh = None
+            distributed.destroy_process_group()
 
     def _cut(self) -> None:
         """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them."""
         with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(timedelta(milliseconds=1))
+            self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(
+                timedelta(milliseconds=1)
+            )
         limit = time.monotonic() + END_LIMIT_S
         for lane in self._lanes.values():
             lane.ended(limit)
