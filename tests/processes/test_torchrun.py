@@ -120,14 +120,11 @@ def test_a_killed_rank_is_restarted_with_all_others_and_the_run_ends_with_the_sa
 @pytest.mark.timeout(400)
 def test_two_torchruns_that_count_restarts_differently_meet_again_at_once(tmp_path: Path) -> None:
     """The torchrun of rank 0 loses nothing and counts nothing. The quick twin is in `test_meeting_of_ranks.py`."""
-    given = ("--steps", 150, "--checkpoint-every", 20, "--threads", 1)  # with one rank each, torchrun sets no number
+    given = ("--steps", 150, "--checkpoint-every", 20, "--threads", 2)  # of every rank, whatever torchrun sets
     where = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1")
-    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", *where)
-    both = [
-        torchrun(1, *given, "--json", "--run-dir", "run", cwd=tmp_path, more=("--max-restarts", "3"), meet=meet)
-        for _ in range(2)
-    ]
-    wait_for_step(tmp_path / "run", 45, both[0])
+    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", *where)
+    both = [torchrun(1, *given, "--json", cwd=tmp_path, more=("--max-restarts", "3"), meet=meet) for _ in range(2)]
+    wait_for_step(tmp_path / "runs/torchrun-job", 45, both[0])
     ranks = [rank for each in both for rank in psutil.Process(each.pid).children() if "program.py" in rank.cmdline()]
     (victim,) = [each for each in ranks if each.environ()["RANK"] == "1"]
     victim.kill()
@@ -137,8 +134,8 @@ def test_two_torchruns_that_count_restarts_differently_meet_again_at_once(tmp_pa
     assert told["weights_sha256"] == digest(*given, "--nodes", 1, cwd=tmp_path)
     starts = sorted(each.name.split("-")[1] for each in tmp_path.glob("started-*"))
     assert starts == ["0", "0", "1", "1"], "one restart was enough"
-    kept = [each.name for each in tmp_path.iterdir() if each.name.startswith("run") and each.name != "runs"]
-    assert kept == ["run"], "the run went on where it was"
+    kept = [each.name for each in (tmp_path / "runs").glob("torchrun-*")]
+    assert kept == ["torchrun-job"], "the run went on where it was"
     assert_all_gone(ranks)
 
 

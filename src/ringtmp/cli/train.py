@@ -106,12 +106,9 @@ def command(
     line = line_to_home(home_listen, home_join, homes)
     pool: NodePool | None = None
     if rank is not None:
-        from ringtmp.launch.meeting_of_ranks import Meeting
-        from ringtmp.launch.torchrun_ranks import ranks_for, serve
+        from ringtmp.launch.torchrun_ranks import leads, ranks_for
 
-        if not rank.leads:
-            sys.exit(serve(rank))
-        meeting = Meeting(rank)
+        meeting = leads(rank)
         run_dir, resume = goes_on_in(meeting, run_dir, resume)
 
     if resume is not None:

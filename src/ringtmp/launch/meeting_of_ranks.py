@@ -66,6 +66,7 @@ class Orders(msgspec.Struct, frozen=True):
     threads: int = 0
     device: str = "cpu"
     refusal: str = ""
+    mesh: bool = False  # torch's own default group is wanted, too
     to: tuple[str, ...] = ()  # the processes that came
 
 
@@ -198,9 +199,18 @@ class Meeting:
             ) from None
         return [self._store.get(name).decode() for name in names]
 
-    def transport(self) -> TorchTransport:
-        group = dist.ProcessGroupGloo(PrefixStore("links", self._store), self.rank.number, self.rank.world, SILENCE)
-        return TorchTransport(group)
+    def transport(self, mesh: bool = False) -> TorchTransport:
+        """With a `mesh` every rank waits here for all others."""
+        number, world = self.rank.number, self.rank.world
+        group = dist.ProcessGroupGloo(PrefixStore("links", self._store), number, world, SILENCE)
+        if not mesh:
+            return TorchTransport(group)
+        from torch.distributed.device_mesh import DeviceMesh
+
+        dist.init_process_group(
+            "gloo", store=PrefixStore("mesh", self._store), rank=number, world_size=world, timeout=SILENCE
+        )
+        return TorchTransport(group, DeviceMesh("cpu", list(range(world))))
 
     def _enter(self, number: int) -> None:
         self._number = number

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Collection, Sequence, Set
 
 from ringtmp.config import RunConfig
@@ -25,6 +26,8 @@ from ringtmp.plan.route import MASTER
 from ringtmp.runtime import compute_device
 from ringtmp.runtime.mailbox import Endpoint
 from ringtmp.runtime.snapshot_store import SnapshotStore
+from ringtmp.strategies import registry
+from ringtmp.strategies.base import OfRanks
 from ringtmp.system.container_limits import group_limits
 from ringtmp.system.resources import machine_free_bytes, set_threads
 from ringtmp.transport.torch_distributed import TorchTransport
@@ -40,16 +43,17 @@ class RankPool:
 
     def __init__(
         self, meeting: Meeting, device: str = "cpu", tell: Callable[[str], None] = lambda text: None,
-        threads: int | None = None,
+        threads: int | None = None, mesh: bool = False,
     ) -> None:  # fmt: skip
         """`device`: where every rank computes. `tell`: what a person should know of the ranks. `threads`: of every rank; None:
-        as many as each has."""
+        as many as each has. `mesh`: they need torch's own default group, too."""
         self._tell = tell
         self._backend = os.environ.get(gpus_of_ranks.ASKED, gpus_of_ranks.GLOO)
         gpus_of_ranks.check_backend(self._backend)
         self._meeting = meeting
         self._device = device
         self.nodes = meeting.rank.world
+        self._mesh = mesh
         self._given_threads = threads
         self.threads = threads or 1
         self.same_machine = meeting.rank.here == meeting.rank.world
@@ -64,7 +68,7 @@ class RankPool:
         self.threads = self._given_threads or threads_of_ranks.threads_for(self._facts)
         if self._given_threads is None and (text := threads_of_ranks.told(self._facts, self.threads)):
             self._tell(text)
-        orders = Orders(ring, generation, self.threads, self._device)
+        orders = Orders(ring, generation, self.threads, self._device, mesh=self._mesh)
         if self._device == "cpu":
             self._agree_on(meeting, [""] * self.nodes)
         meeting.tell(orders, FIRST)
@@ -72,7 +76,7 @@ class RankPool:
             meeting.say_gpu()
             self._agree_on(meeting, meeting.gpus())
             meeting.tell(orders, AGREED)
-        self._transport = meeting.transport()
+        self._transport = meeting.transport(self._mesh)
         for node in range(1, self.nodes):
             self._transport.connect(node, NOWHERE)  # to hear its hello
         return Endpoint(self._transport, ring, generation, snapshots=SnapshotStore())
@@ -159,7 +163,19 @@ class RankPool:
 
 def ranks_for(meeting: Meeting, config: RunConfig, tell: Callable[[str], None]) -> RankPool:
     """The ranks of a run with these settings."""
-    return RankPool(meeting, device=config.ring.device, tell=tell, threads=config.training.threads)
+    config = registry.parse(config.ring.strategy).applied_to(config)
+    strategy, settings = registry.of(config.ring)
+    return RankPool(
+        meeting, device=config.ring.device, tell=tell, threads=config.training.threads,
+        mesh=strategy.needs_ranks(settings) is OfRanks.MESH,
+    )  # fmt: skip
+
+
+def leads(rank: Rank) -> Meeting:
+    """Where rank 0 waits for the others. Any other rank serves until it may go, and exits here."""
+    if not rank.leads:
+        sys.exit(serve(rank))
+    return Meeting(rank)
 
 
 def serve(rank: Rank) -> int:
@@ -178,6 +194,6 @@ def serve(rank: Rank) -> int:
         meeting.say_gpu()
         if meeting.told(AGREED, lambda: os.getppid() != parent) is None:
             return 1
-    transport = meeting.transport()
+    transport = meeting.transport(orders.mesh)
     endpoint = Endpoint(transport, orders.ring, orders.generation, snapshots=SnapshotStore())
     return work(endpoint, NOWHERE, lambda: MASTER in transport.gone() or os.getppid() != parent)

@@ -67,6 +67,18 @@ class MemoryForecast:
             snapshot_bytes=self.snapshot_bytes + kept,
         )
 
+    def in_shares(self, nodes: int, largest_bytes: float) -> MemoryForecast:
+        """A replica's, where what is trained is cut over so many nodes. The largest layer is whole while it runs, with its
+        gradients, and on its way to and from the others."""
+        frozen = self.weight_bytes - self.gradient_bytes
+        return replace(
+            self,
+            weight_bytes=frozen + self.gradient_bytes / nodes + largest_bytes,
+            gradient_bytes=self.gradient_bytes / nodes + largest_bytes,
+            optimizer_bytes=self.optimizer_bytes / nodes,
+            boundary_bytes=2 * largest_bytes,
+        )
+
     @property
     def missing_bytes(self) -> float:
         return max(0.0, self.total_bytes - self.free_bytes)

@@ -19,6 +19,7 @@ from ringtmp.config import (
     TrainingPart,
     checked,
     merge_for_resume,
+    replaced,
     usual_microbatches,
     value_of,
 )
@@ -116,6 +117,10 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         choice = registry.parse(given["strategy"])
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
+    free = registry.get(saved.ring.strategy).order_of_sums if saved.training.sum_tree == 1 else frozenset()
+    anew = {key: value for key, value in given.get("strategy_settings", {}).items() if key in free}
+    if anew and given.get("strategy", saved.ring.strategy) == saved.ring.strategy:
+        saved = replaced(saved, {"strategy_settings": {**saved.ring.strategy_settings, **anew}})
     return resolve(merge_for_resume(saved, given))
 
 

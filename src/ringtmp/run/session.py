@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 
@@ -153,7 +154,10 @@ class Session:
             job=job, pool=self._node_pool, record=record, interrupted=self._interrupted, name=self._ring, index=index,
             layers=layers, batches=self._batches, batch_size=self._batch_size, targets=self._targets, total_steps=total,
             lr_schedule=checked_schedule(training.lr_schedule, total),
-            saving=Saving(job.run.checkpoints, index.run, self._batches, record),
+            saving=Saving(
+                job.run.checkpoints, index.run, self._batches, record,
+                behind=ThreadPoolExecutor(1, "checkpoint") if self._node_pool.ranks_of_torch else None,
+            ),
             strategy=registry.get(ring.strategy), rebalancing=Rebalancing(ring.rebalance),
             protection=protection_of(job.config, leave), leave_behind=leave,
         )  # fmt: skip
@@ -184,6 +188,7 @@ class Session:
             self._step = reached.step
             if generations.newest is not None:
                 self._stop(generations.newest.leader, healing, reached)
+            run.saving.close()
             if self._outcome in ("done", "stopped early") or run.saving.step == reached.step:
                 self._batches.close()
 

@@ -48,7 +48,7 @@ class TrainingLoop:
             try:
                 outcome = self._steps()
                 self._watcher.phase("saving")
-                self._save(needed=True)
+                self._run.saving.save(self._generation.leader, self.progress, needed=True)
                 return outcome
             except NodeLost as lost:
                 self._go_on_with(self._healing.heal(lost, self.progress))
@@ -144,6 +144,7 @@ class TrainingLoop:
         self._watcher.step(step, run.total_steps, done, log.idle_share)
         left = step if run.total_steps is None else run.total_steps - step  # of a stream: as many again
         run.rebalancing.step_done(done.wall_s, left, run.protection)
+        run.saving.settle(wait=False)
         self._mind_requests()
 
     def _predicted(self, batch: Batch) -> Score:
@@ -202,7 +203,7 @@ class TrainingLoop:
         due = every is not None and self.progress.step % every == 0
         if due or CHECKPOINT in self._asked or (run.batches.full and self._may_try()):
             self._asked.discard(CHECKPOINT)
-            if not self._save():
+            if not self._run.saving.begin(self._generation.leader, self.progress):
                 self._not_before = time.monotonic() + RETRY_S
             self._fresh = True
         if (reason := self._change()) is not None:
@@ -216,7 +217,7 @@ class TrainingLoop:
             self._go_on_with(healing.rebalance(self._generation.leader, self.progress, ready))
         if run.interrupted() or STOP in self._asked:
             self._watcher.phase("interrupted: saving")
-            self._save(needed=True)
+            run.saving.save(self._generation.leader, self.progress, needed=True)
             raise Interrupted(
                 f"interrupted after step {self.progress.step}; the checkpoint is saved: {run.job.how_to_go_on}"
             )
@@ -229,15 +230,12 @@ class TrainingLoop:
         """Why the ring must be rebuilt."""
         return self._run.pool.changed() if self._may_try() else None
 
-    def _save(self, needed: bool = False) -> bool:
-        return self._run.saving.save(self._generation.leader, self.progress, needed)
-
     def _end_epoch(self) -> bool:
         """Evaluate, perhaps save. True: the test loss has not improved for long enough to stop."""
         config, epoch = self._run.job.config, self.progress.epochs_done
         self.progress = self.progress.after_epoch(epoch, self._evaluate())
         if config.keep.checkpoint_every is None and time.monotonic() - self._run.saving.at > CHECKPOINT_PAUSE_S:
-            self._save()
+            self._run.saving.begin(self._generation.leader, self.progress)
         patience = config.training.early_stop
         return patience is not None and self.progress.epochs_without_gain >= patience
 

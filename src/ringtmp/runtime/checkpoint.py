@@ -82,8 +82,11 @@ class Manifest(msgspec.Struct, frozen=True):
 class CheckpointWriter:
     """One checkpoint being written. `add` every layer, then `commit`."""
 
-    def __init__(self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None) -> None:
-        """`sound`: checkpoints that need not be read again to know it; this one is added when it is there."""
+    def __init__(
+        self, folder: Path, run: str, progress: Progress, sound: set[Stamp] | None = None, *, behind: bool = False
+    ) -> None:
+        """`sound`: checkpoints that need not be read again to know it; this one is added when it is there. `behind`: `add`
+        leaves what waits for the disk to `commit`, which another thread may call, while layers change again."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._parent = folder
         self._final = folder / _name(progress.step)
@@ -97,6 +100,8 @@ class CheckpointWriter:
         self._run = run
         self._progress = progress
         self._files: dict[str, str] = {}
+        self._behind = behind
+        self._unsettled: list[str] = []  # written, and perhaps not on the disk
         self._frozen = {} if progress.step == 0 else read_frozen(folder, run)
         self._aside = folder / FOLDER
         self.bytes = 0
@@ -126,17 +131,25 @@ class CheckpointWriter:
         names = {each.name: layer.full_name(each) for each in layer.tensors}
         for (parameter, key), tensor in state.items():
             rest[f"optimizer/{names[parameter]}/{key}"] = tensor
-        self._files[_weights_file(index)] = self._write(self._hidden / _weights_file(index), weights)
+        self.add_beside(_weights_file(index), weights)
         if rest:
-            name = f"state-{index:04d}.safetensors"
-            self._files[name] = self._write(self._hidden / name, rest)
+            self.add_beside(f"state-{index:04d}.safetensors", rest)
         if still:
             self._aside.mkdir(mode=0o700, exist_ok=True)
-            self._frozen[_weights_file(index)] = self._write(self._aside / _weights_file(index), still)
+            self._write(self._aside / _weights_file(index), still)
+            self._frozen[_weights_file(index)] = _settled(self._aside / _weights_file(index))
 
     def add_beside(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """A file that belongs to no layer."""
-        self._files[name] = self._write(self._hidden / name, tensors)
+        """A file of this name, whatever it is of."""
+        self._write(self._hidden / name, tensors)
+        self._unsettled.append(name)
+        if not self._behind:
+            self._settle()
+
+    def _settle(self) -> None:
+        for name in self._unsettled:
+            self._files[name] = _settled(self._hidden / name)
+        self._unsettled.clear()
 
     def begin_again(self) -> None:
         """Nothing that was added counts."""
@@ -146,6 +159,7 @@ class CheckpointWriter:
         self.bytes = 0
 
     def commit(self) -> Path:
+        self._settle()
         if self._frozen and self._progress.step == 0:
             share_with_others(self._aside, self._frozen)
             write_atomic(self._aside / MANIFEST, json_with_checksum.encode(FrozenFiles(self._run, self._frozen)))
@@ -192,8 +206,8 @@ class CheckpointWriter:
         if self._progress.step == 0:
             shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> str:
-        """Returns its digest. Never into a file that is there: another run may have a link to it."""
+    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        """Never into a file that is there: another run may have a link to it."""
         strides = {key: list(tensor.stride()) for key, tensor in tensors.items() if not tensor.is_contiguous()}
         spare = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -202,7 +216,6 @@ class CheckpointWriter:
                 str(spare),
                 metadata={"strides": json.dumps(strides)} if strides else None,
             )
-            sync(spare)
             spare.rename(path)
         except SafetensorError as error:  # its only trouble with sound tensors is the disk
             said = re.search(r"os error (\d+)", str(error))
@@ -211,7 +224,12 @@ class CheckpointWriter:
         finally:
             spare.unlink(missing_ok=True)
         self.bytes += path.stat().st_size
-        return digest_of(path)
+
+
+def _settled(path: Path) -> str:
+    """When it is on the disk: its digest."""
+    sync(path)
+    return digest_of(path)
 
 
 class Weights(Protocol):

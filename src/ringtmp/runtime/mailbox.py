@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,8 @@ class Endpoint:
         self._transport = transport
         #: Where the transport's library makes sums over all nodes itself; None: it makes none.
         self.sums: SumsTogether | None = getattr(transport, "sums", None)
+        #: All nodes as torch.distributed has them, where it started them and was asked to; else None.
+        self.mesh: Any = getattr(transport, "mesh", None)
         #: What outlives a generation.
         self.snapshots = snapshots or SnapshotStore()
         self.programs = Programs()

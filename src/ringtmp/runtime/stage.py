@@ -77,13 +77,15 @@ class Stage:
         final: Callable[[int], None] | None = None,
         catch: bool = False,
         programs: Programs | None = None,
+        updated: Sequence[torch.Tensor] = (),
     ) -> None:
         """With `defer`, `backward` leaves weight gradients that can wait to `weight_gradients`; with `catch`, what those of
         linear operators are made of to `caught`. `step`: updates done.
         `recompute` is asked once, with the bytes a microbatch leaves stored, whether to keep only what entered.
         `crossings`: what enters and leaves in training and in evaluation; None: as in a list of layers. `final` hears of
         parameters (by position) to whose gradients nothing more will be added in a step, while its last backward goes on or
-        after it, and may take them. Of some it may not hear. `programs` that others of this process have, too."""
+        after it, and may take them. Of some it may not hear. `programs` that others of this process have, too. `updated`: what
+        updates change in the place of the parameters, which somebody else makes of it again and again."""
         self._recompute = recompute
         self._repeating: dict[tuple[bool, ...], bool] = {}  # by what inputs want, after the first: whether to recompute
         self._sides = 1 + recipe.staleness
@@ -95,6 +97,7 @@ class Stage:
         # oldest first: step, part of the tree of sums and weight gradients still to be computed, a queue per microbatch
         self._deferred: deque[tuple[int, int, deque[Job]]] = deque()
         self._tree = SumTree(recipe.sum_tree)
+        self._instead = list(updated)
         self._sums: list[GradientSums] = []  # of every side; none where gradients are added up in plain order
         self._layers: dict[int, StagedLayer] = {}
         #: Whether a forward pass in training changes what belongs to a layer; None: layers are on their way here.
@@ -376,12 +379,15 @@ class Stage:
     def gradient_norms(self, step: int) -> Norms:
         """What torch's own clipping begins with."""
         self._add_up(step)
-        return [compute_device.taken_back(each) for each in norms_of(self.parameters[self._side(step)])]
+        return [compute_device.taken_back(each) for each in norms_of(self._updated(self._side(step)))]
 
     def _add_up(self, step: int) -> None:
         """Every gradient of the step is there."""
         if self._sums:
             self._sums[self._side(step)].total()
+
+    def _updated(self, side: int) -> list[torch.Tensor]:
+        return self._instead or self.parameters[side]
 
     def step(self, step: int, total_norm: torch.Tensor | None) -> None:
         """The update that ends training step `step`."""
@@ -389,7 +395,7 @@ class Stage:
         ROOM.leave()
         side = self._side(step)
         if self._optimizer is not None:
-            parameters = self.parameters[side]
+            parameters = self._updated(side)
             if total_norm is not None and self._recipe.clip_norm is not None:
                 (norm,) = compute_device.brought([total_norm])
                 clip_grads_with_norm_(parameters, self._recipe.clip_norm, norm)

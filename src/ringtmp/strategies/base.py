@@ -10,6 +10,7 @@ Verbraeken et al., A Survey on Distributed Machine Learning (2020).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -90,6 +91,14 @@ def as_typed(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+class OfRanks(enum.IntEnum):
+    """What a strategy wants of torch.distributed."""
+
+    NOTHING = 0
+    SUMS = 1
+    MESH = 2  # its own default group besides, for parts of it that take no other
+
+
 class Roles(msgspec.Struct, frozen=True):
     """Nodes by what they do; a node may do both."""
 
@@ -168,6 +177,9 @@ class Strategy:
     shares_batches: ClassVar[bool] = True
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
     sums_gradients: ClassVar[bool] = False
+    #: Settings that choose the order in which sums are made, and who holds what: they may change when a run goes on, as the
+    #: number of nodes may.
+    order_of_sums: ClassVar[frozenset[str]] = frozenset()
     state_from: ClassVar[StateFrom] = "checkpoint"
     #: Published systems that this strategy runs.
     runs: ClassVar[tuple[Runs, ...]] = ()
@@ -224,9 +236,9 @@ class Strategy:
         """Whether workers add up whole parts of the tree of sums (plan/sum_tree.py), for the bits of one process."""
         return False
 
-    def needs_ranks(self, settings: Any) -> bool:
-        """Whether torch.distributed itself makes the sums, so that it must have started the nodes (torchrun)."""
-        return False
+    def needs_ranks(self, settings: Any) -> OfRanks:
+        """What torch.distributed itself does for the nodes, which it must have started then (torchrun)."""
+        return OfRanks.NOTHING
 
     def delayed(self, settings: Any) -> bool:
         """Whether gradients may be of other weights than those they change."""

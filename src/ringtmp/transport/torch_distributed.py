@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
 
 from ringtmp.transport.base import Arrival, Channel, Frame
 from ringtmp.transport.sums_together import SumsTogether
@@ -39,10 +40,12 @@ _COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class TorchTransport:
-    def __init__(self, group: Any) -> None:
-        """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo)."""
+    def __init__(self, group: Any, mesh: Any = None) -> None:
+        """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo). `mesh`: the
+        same nodes as torch's own default group, for what needs that."""
         self.node = group.rank()
         self._group = group
+        self.mesh = mesh
         self._lanes: dict[int, _Lane] = {}
         self._arrived: deque[Arrival] = deque()
         self._news = threading.Condition()
@@ -97,6 +100,9 @@ class TorchTransport:
         if all_ended:  # the last to hold the group ends its threads, which would wait for what is under way
             self._group = None
             self.sums.let_go()
+        if self.mesh is not None:
+            self.mesh = None
+            distributed.destroy_process_group()
 
     def _cut(self) -> bool:
         """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them.

@@ -12,7 +12,7 @@ sum has its own order on every number of ranks; all ranks get the same bits, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.allreduce.gradients import Gradients
 from ringtmp.strategies.base import Roles
 from ringtmp.strategies.data_parallel.member import SummingExchange, WorkerMember
+from ringtmp.strategies.data_parallel.replica import Replica
 from ringtmp.strategies.data_parallel.sum_over_workers import Algorithm, Sender, Summed
 from ringtmp.transport.sums_together import SumsTogether
 from ringtmp.wire.messages import Enlist, GradientPart
@@ -40,7 +41,7 @@ class SumsByTorch:
         self._finished = finished
 
     def start(self, step: int, bucket: int, vector: torch.Tensor) -> None:
-        self._count(vector.nbytes)
+        self.count(2 * vector.nbytes)
         self._sums.start((step, bucket), vector)
 
     def act(self) -> bool:
@@ -57,10 +58,11 @@ class SumsByTorch:
     def due(self, sender: int, part: GradientPart, size: int) -> int:
         raise ProtocolError("sent a part of a sum that torch makes")
 
-    def _count(self, size: int) -> None:
-        """As many bytes as a ring sends to the next rank: the library does not say what it sent."""
+    def count(self, size: int) -> None:
+        """So many bytes are summed over the ranks and left in parts, or gathered from parts: what a ring sends to the next rank
+        for that is counted, because the library does not say what it sent."""
         ranks = self._sums.ranks
-        sent = 2 * (ranks - 1) * size // ranks
+        sent = (ranks - 1) * size // ranks
         self._recorder.count_sent(sent)
         self._endpoint.traffic.count_elsewhere((self._endpoint.node + 1) % ranks, sent, sent)
 
@@ -68,16 +70,28 @@ class SumsByTorch:
 class RankMember(WorkerMember):
     """A worker that also looks whether torch has finished a sum."""
 
-    def __init__(self, endpoint: Endpoint, plan: Enlist, roles: Roles) -> None:
-        sums = endpoint.sums
-        if sums is None:
+    def __init__(self, endpoint: Endpoint, plan: Enlist, roles: Roles, shard: bool = False) -> None:
+        """`shard`: no rank has more of the model than its part, and the layer it works on."""
+        sums, mesh = endpoint.sums, endpoint.mesh
+        if sums is None or (shard and mesh is None):
             raise UsageError(NEEDED)
 
         def by_torch(sender: Sender, workers: Sequence[int], exchange: SummingExchange) -> Algorithm:
             self._by_torch = SumsByTorch(endpoint, sums, self._recorder, exchange.summed)
             return self._by_torch
 
-        super().__init__(endpoint, plan, roles, Gradients, algorithm=by_torch, hands_over=True)
+        if not shard:
+            super().__init__(endpoint, plan, roles, Gradients, algorithm=by_torch, hands_over=True)
+            return
+        from ringtmp.strategies.allreduce.sharded_replica import ShardedReplica
+        from ringtmp.strategies.allreduce.shards import ShardedGradients
+
+        replica = ShardedReplica(plan.recipe, endpoint.node, mesh)
+
+        def sharded(plan: Enlist, _: Replica, recorder: Recorder, start: Callable[..., None]) -> SummingExchange:
+            return ShardedGradients(plan, replica, recorder, start, lambda size: self._by_torch.count(size))
+
+        super().__init__(endpoint, plan, roles, sharded, algorithm=by_torch, replica=replica)
 
     def act(self) -> bool:
         return self._by_torch.act() or super().act()

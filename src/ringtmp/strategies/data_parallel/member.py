@@ -71,10 +71,10 @@ class WorkerMember:
     def __init__(
         self, endpoint: Endpoint, plan: Enlist, roles: Roles, make: MakeExchange,
         *, algorithm: MakeAlgorithm = around_a_ring, hands_over: bool = False,
-        sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None, replica: Replica | None = None,
     ) -> None:  # fmt: skip
         """`hands_over`: what it has when the generation ends, the next one goes on with. `sizes`: of all that is summed in a
-        round, where it is not the model once."""
+        round, where it is not the model once. `replica`: where it is not a plain one."""
         self.endpoint = endpoint
         self._hands_over = hands_over
         self.emit: Callable[[events.Event], None] = lambda event: report(endpoint, event)
@@ -83,7 +83,7 @@ class WorkerMember:
             endpoint.node, endpoint.clock, plan.detailed_steps, power_of_this_device.meter(), power,
             reading=reading_of(endpoint), asked=lambda: endpoint.detailed_step,
         )  # fmt: skip
-        replica = Replica(plan.recipe, endpoint.node)
+        replica = replica or Replica(plan.recipe, endpoint.node)
         self._exchange = exchange = make(plan, replica, self._recorder, lambda *vector: self._algorithm.start(*vector))
         sender = Sender(endpoint, plan.wire, self._recorder)
         self._algorithm: Algorithm = algorithm(sender, roles.workers, exchange)

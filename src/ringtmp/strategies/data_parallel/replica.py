@@ -84,10 +84,7 @@ class Replica:
                 raise ProtocolError(f"layer {layer.name} came without its tensor {each.name}")
             else:
                 placed.append(tensor)
-        recompute = (lambda saved_bytes: True) if self._layerwise else None
-        crossings = None if layer.train_takes is None else {each: _all(index, layer, each) for each in (True, False)}
-        visit = Visit(index, self._node, index, index + 1)
-        stage = Stage(visit, self._recipe, recompute=recompute, crossings=crossings, catch=index in self.factored)
+        stage = self.stage(index, layer)
         stage.place(index, layer, placed, state)
         self.layers.append(layer)
         self.stages.append(stage)
@@ -98,6 +95,16 @@ class Replica:
         self._changing.append(tuple(at for at, each in enumerate(layer.tensors) if each.name in changed))
         if self._layerwise:
             self.drop(index)
+
+    def stage(self, index: int, layer: Layer, updated: Sequence[torch.Tensor] = ()) -> Stage:
+        """One for a layer that is still to move in; `updated` as a stage has it."""
+        recompute = (lambda saved_bytes: True) if self._layerwise else None
+        crossings = None if layer.train_takes is None else {each: _all(index, layer, each) for each in (True, False)}
+        visit = Visit(index, self._node, index, index + 1)
+        return Stage(
+            visit, self._recipe,
+            recompute=recompute, crossings=crossings, catch=index in self.factored, updated=updated,
+        )  # fmt: skip
 
     def needed_after(self, layer: int, training: bool) -> frozenset[Value]:
         """What a layer behind this one takes. All layers are here."""
@@ -190,10 +197,14 @@ class Replica:
                 for at, own in self._own.pop(each, {}).items():
                     mine[at].copy_(own)
 
+    def layer_state(self, layer: int) -> LayerTensors:
+        """The layer's own tensors and their optimizer state."""
+        self.take_back(layer)
+        return self.stages[layer].layer_state(layer)
+
     def buffers(self, layer: int) -> list[torch.Tensor | None]:
         """The layer's tensors in its own order, without the trainable ones."""
-        self.take_back(layer)
-        tensors, _ = self.stages[layer].layer_state(layer)
+        tensors, _ = self.layer_state(layer)
         return [
             None if each.trainable else tensor for each, tensor in zip(self.layers[layer].tensors, tensors, strict=True)
         ]

@@ -113,6 +113,10 @@ class Exchange(Protocol):
         """After the last gradient of a pass: whether to go through the same samples again, for other gradients."""
         return False
 
+    def collected(self, layer: int, step: int, whole: bool) -> bool:
+        """Before a layer goes to the master, or only what is not trained of it: whether the replica has it as of this step."""
+        return not whole or self.ready(layer, step, training=False)
+
     def rest(self) -> None:
         """The run is about to be evaluated or saved: what was held back goes out now."""
         return
@@ -242,13 +246,12 @@ class Trainer:
 
     def _fetched(self, fetch: Fetch) -> bool:
         self._exchange.rest()
+        if not self._exchange.collected(fetch.layer, fetch.step, fetch.whole):
+            return False
         if not fetch.whole:
             self.endpoint.post(MASTER, LayerState(fetch.layer, ()), self.replica.buffers(fetch.layer))
             return True
-        if not self._exchange.ready(fetch.layer, fetch.step, training=False):
-            return False
-        self.replica.take_back(fetch.layer)
-        tensors, state = self.replica.stages[fetch.layer].layer_state(fetch.layer)
+        tensors, state = self.replica.layer_state(fetch.layer)
         self.endpoint.post(MASTER, LayerState(fetch.layer, tuple(state)), [*tensors, *state.values()])
         return True
 
