@@ -207,6 +207,4 @@ def test_statistics_of_each_worker_are_not_called_those_of_one_process(
     data = (tensors("t", *blobs()), None)
     done = api.start(config, stack_of(), data, None, run_dir=tmp_path / "run", pool=InMemoryPool(2)).summary
     assert done.drifts is drifts
-    assert [text for text in done.warnings if "running statistics of its own" in text] == list(
-        done.warnings[: int(drifts)]
-    )
+    assert sum("running statistics of its own" in text for text in done.warnings) == int(drifts)
