@@ -1,5 +1,5 @@
 """A worker's share of the model, as torch's own fully_shard cuts it (FSDP2): every rank keeps a part of each trainable tensor
-and of its optimizer state, and has all of a layer only while that layer runs.
+and of its optimizer state, and has all of a layer only while that layer runs, or the one before it.
 
 J. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020 (stage 3);
 Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023.
@@ -7,8 +7,8 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
     rank 0   [ rows 0 to k of every tensor ]    hold: all rows are gathered      drop: the others' are let go of
     rank 1   [ the other rows              ]    hand_over: gradients are added up over ranks, each gets those of its rows
 
-`hold`, `hand_over` and `collect` wait for all ranks, and nothing is heard meanwhile: whoever calls them knows that every rank
-does, in the same order. Frozen tensors and statistics are whole on every rank.
+`hold`, `hand_over` and `collect` wait for all ranks, and nothing is heard meanwhile: whoever calls them, or `expect`, knows
+that every rank does, in the same order. Frozen tensors and statistics are whole on every rank.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class _Whole(nn.Module):
         self._mesh = mesh
         self.shards: list[torch.Tensor] = [each.to_local().detach() for each in self.tensors()]
 
-    def gather(self) -> None:
+    def gather(self, wait: bool = True) -> None:
         this: Any = self  # torch has made it a class of its own
-        this.unshard()
+        this.unshard(async_op=not wait)
 
     def let_go(self) -> None:
         this: Any = self
@@ -123,6 +123,13 @@ class ShardedReplica(Replica):
             others, state = self._arrived.pop(layer)
             held = iter(whole.tensors() if whole is not None else ())
             self.stages[layer].place(layer, self.layers[layer], [next(held) if t is None else t for t in others], state)
+
+    def expect(self, layer: int) -> None:
+        """It is held soon: the other ranks' rows may come while this one computes."""
+        whole = self._wholes[layer]
+        if whole is not None:
+            with _all_ranks():
+                whole.gather(wait=False)
 
     def drop(self, layer: int) -> None:
         """Unless some of what leaves the layer lies in its memory: then it stays whole until its gradients are handed over."""

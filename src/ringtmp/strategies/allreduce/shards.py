@@ -1,8 +1,8 @@
 """All-reduce of a model that is cut over the ranks: the library sums gradients and leaves every rank those of its shard.
 
     before a batch:       all ranks say that they have their share of it     (a sum of ones, while everyone listens)
-    layer by layer up:    gather it, go forward, let go of it
-    layer by layer down:  gather it, go backward, G of this rank's rows <- sum over ranks     (`sharded_replica.py`)
+    layer by layer up:    have it gathered, the next one begun to be; go forward, let go of it
+    layer by layer down:  the same; go backward, G of this rank's rows <- sum over ranks     (`sharded_replica.py`)
     at the end:           w <- w - rate(t) G                                 every rank its own rows
 
 Gathering waits for all ranks, and a rank that waits hears nothing. So nobody begins before all have what they need for the
@@ -56,16 +56,18 @@ class ShardedGradients(SummingExchange):
         if layer == 0 and not self._all_here():
             return False
         self._training = training
-        self._hold(layer)
+        self._hold(layer, layer + 1)
         return True
 
     def again(self, layer: int, step: int) -> bool:
         self._backward = True
-        self._hold(layer)
+        self._hold(layer, layer - 1)
         return True
 
-    def _hold(self, layer: int) -> None:
+    def _hold(self, layer: int, following: int) -> None:
         self._replica.hold(layer)
+        if 0 <= following < len(self._plan.sizes):
+            self._replica.expect(following)
         self._count(4 * self._plan.sizes[layer])
 
     def used(self, layer: int) -> None:
