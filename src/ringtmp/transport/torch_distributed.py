@@ -44,7 +44,7 @@ class TorchTransport:
         """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo). `mesh`: the
         same nodes as torch's own default group, for what needs that."""
         self.node = group.rank()
-        self._group = group
+        self._group: Any = group
         self.mesh = mesh
         self._lanes: dict[int, _Lane] = {}
         self._arrived: deque[Arrival] = deque()
@@ -95,23 +95,25 @@ class TorchTransport:
         for lane in self._lanes.values():
             lane.say_closing()
         ended = [lane.ended(limit) for lane in self._lanes.values()]
-        if not all([*ended, self.sums.ended(END_LIMIT_S)]):
-            self._cut()
+        if all([*ended, self.sums.ended(END_LIMIT_S)]) or self._cut():
+            # The library's own threads, too: the last to let go of a tensor asks for the interpreter's lock.
+            self._group = None
+            self.sums.forget_group()
         self._lanes.clear()
         if self.mesh is not None:
             self.mesh = None
             distributed.destroy_process_group()
 
-    def _cut(self) -> None:
-        """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them."""
+    def _cut(self) -> bool:
+        """Gloo cannot take back a receive or a sum; one that is not there in time closes all connections, which ends them.
+        Whether it did."""
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.zeros(1)], (self.node + 1) % self._group.size(), _NEVER).wait(
                 timedelta(milliseconds=1)
             )
         limit = time.monotonic() + END_LIMIT_S
-        for lane in self._lanes.values():
-            lane.ended(limit)
-        self.sums.ended(END_LIMIT_S)
+        ended = [lane.ended(limit) for lane in self._lanes.values()]
+        return all([*ended, self.sums.ended(END_LIMIT_S)])
 
     def _tell(self) -> None:
         with self._news:
