@@ -22,7 +22,7 @@ class SumsTogether:
     def __init__(self, group: Any, news: Callable[[], None]) -> None:
         """`group`: a process group of all nodes. `news` is called, from another thread, when a sum is there."""
         self.ranks = int(group.size())
-        self._group = group
+        self._group: Any = group
         self._news = news
         self._under_way: queue.SimpleQueue[tuple[Name, torch.Tensor, Any] | None] = queue.SimpleQueue()
         self._there: deque[tuple[Name, torch.Tensor]] = deque()
@@ -56,8 +56,8 @@ class SumsTogether:
             self._thread.join(limit_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def let_go(self) -> None:
-        """Of the group: no sum is under way, and none begins."""
+    def forget_group(self) -> None:
+        """Nothing is under way, and nothing will be."""
         self._group = None
 
     def _wait_for_all(self) -> None:

@@ -44,7 +44,7 @@ class TorchTransport:
         """`group`: a process group of all nodes, by rank. It must take tensors in the processor's memory (Gloo). `mesh`: the
         same nodes as torch's own default group, for what needs that."""
         self.node = group.rank()
-        self._group = group
+        self._group: Any = group
         self.mesh = mesh
         self._lanes: dict[int, _Lane] = {}
         self._arrived: deque[Arrival] = deque()
@@ -95,7 +95,10 @@ class TorchTransport:
         for lane in self._lanes.values():
             lane.say_closing()
         ended = [lane.ended(limit) for lane in self._lanes.values()]
-        all_ended = all([*ended, self.sums.ended(END_LIMIT_S)]) or self._cut()
+        if all([*ended, self.sums.ended(END_LIMIT_S)]) or self._cut():
+            # The library's own threads, too: the last to let go of a tensor asks for the interpreter's lock.
+            self._group = None
+            self.sums.forget_group()
         self._lanes.clear()
         if all_ended:  # the last to hold the group ends its threads, which would wait for what is under way
             self._group = None
