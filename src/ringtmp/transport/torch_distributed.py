@@ -100,9 +100,6 @@ class TorchTransport:
             self._group = None
             self.sums.forget_group()
         self._lanes.clear()
-        if all_ended:  # the last to hold the group ends its threads, which would wait for what is under way
-            self._group = None
-            self.sums.let_go()
         if self.mesh is not None:
             self.mesh = None
             distributed.destroy_process_group()
