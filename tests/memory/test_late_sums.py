@@ -182,7 +182,7 @@ def test_a_step_of_plain_descent_of_which_nothing_is_late_is_that_of_one_process
         come_to_rest(master)
         for worker in master._node_pool._workers:
             for state in worker.member.visits.values():
-                wanted = torch.cat([each.flatten() for at in state.visit.layers for each in plain[at].parameters()])
+                wanted = torch.cat([p.detach().flatten() for at in state.visit.layers for p in plain[at].parameters()])
                 found = torch.cat([each.detach().flatten() for each in state.stage.parameters[0]])
                 apart.append(float((found - wanted).abs().max()))
 
