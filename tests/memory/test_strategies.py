@@ -421,8 +421,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (Case("ps", 3, {"servers": 3}), "use 1 to 2"),
-        (Case("ps", 3, {"servers": 0}), "use 1 to 2"),
+        (Case("ps", 3, {"servers": 3}), "use servers=1 to 2"),
+        (Case("ps", 3, {"servers": 0}), "use servers=1 to 2"),
         (Case("ps", 3, {"servers": "wrkers"}), "'workers'"),
         (Case("ps", 4, {"quorum": 4}), "from 1 to 3"),
         (Case("ps", 4, {"quorum": 2, "consistency": "async"}), "needs consistency=bsp"),
@@ -449,7 +449,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
         (Case("ring", 3, {"servers": 1}), "takes no settings"),
         (Case("pss", 3), "ps"),
         (Case("ps:foo", 3), "bsp"),
-        (Case("ring:x", 3), "--with"),
+        (Case("ring:x", 3), "write ring:KEY=VALUE"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else None,
 )

@@ -117,7 +117,8 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         choice = registry.parse(given["strategy"])
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
-    free = registry.get(saved.ring.strategy).order_of_sums if saved.training.sum_tree == 1 else frozenset()
+    strategy = registry.get(registry.parse(saved.ring.strategy).name)
+    free = strategy.order_of_sums if saved.training.sum_tree == 1 else frozenset()
     anew = {key: value for key, value in given.get("strategy_settings", {}).items() if key in free}
     if anew and given.get("strategy", saved.ring.strategy) == saved.ring.strategy:
         saved = replaced(saved, {"strategy_settings": {**saved.ring.strategy_settings, **anew}})
