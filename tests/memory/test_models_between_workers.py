@@ -54,11 +54,11 @@ def spread(models: list[torch.Tensor]) -> float:
 
 def test_on_a_complete_graph_all_have_the_mean_one_step_after_the_last_that_moved(tmp_path: Path) -> None:
     moving, still = Watched(3), Watched(3)
-    mean = weights(train("dpsgd:complete", tmp_path / "moving", 4, moving, **THEN_STILL))
-    reached = weights(train("dpsgd:complete", tmp_path / "still", 5, still, **THEN_STILL))
+    before = weights(train("dpsgd:complete", tmp_path / "moving", 4, moving, **THEN_STILL))
+    after = weights(train("dpsgd:complete", tmp_path / "still", 5, still, **THEN_STILL))
     assert spread(moving.models) > 1e-4
     assert spread(still.models) < 1e-6
-    assert float((reached - mean).norm() / mean.norm()) < 1e-6
+    assert float((after - before).norm() / before.norm()) < 1e-6, "what is saved is the mean"
 
 
 def test_its_mean_model_moves_by_the_rate_times_the_mean_gradient(tmp_path: Path) -> None:
