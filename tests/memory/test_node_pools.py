@@ -114,11 +114,11 @@ class Failing:
     def __init__(self, made: Any, at: int) -> None:
         self._made, self._at, self._count = made, at, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         self._count += 1
         if self._count == self._at:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return self._made(*args)
+        return self._made(*args, **named)
 
 
 def test_a_disk_too_full_for_a_folder_or_the_settings_costs_neither_run_nor_bits(

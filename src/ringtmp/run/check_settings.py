@@ -117,9 +117,10 @@ def resumed(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         choice = registry.parse(given["strategy"])
         settings = {**choice.settings, **given.get("strategy_settings", {})}
         given = {**given, **choice.run, "strategy": choice.name, "strategy_settings": settings}
-    free = registry.get(saved.ring.strategy).order_of_sums if saved.training.sum_tree == 1 else frozenset()
-    anew = {key: value for key, value in given.get("strategy_settings", {}).items() if key in free}
-    if anew and given.get("strategy", saved.ring.strategy) == saved.ring.strategy:
+    anew = given.get("strategy_settings", {})
+    if anew and saved.training.sum_tree == 1 and given.get("strategy", saved.ring.strategy) == saved.ring.strategy:
+        free = registry.get(saved.ring.strategy).order_of_sums
+        anew = {key: value for key, value in anew.items() if key in free}
         saved = replaced(saved, {"strategy_settings": {**saved.ring.strategy_settings, **anew}})
     return resolve(merge_for_resume(saved, given))
 
