@@ -9,6 +9,7 @@ RingError                     1
   LossNotFinite               1
   ProtocolError               1   received bytes that no honest peer of this version sends
     Misconduct                1   and which node sent them
+    Unasked                   1   or an answer that fits no question
   CheckpointError             1   no readable checkpoint
   SnapshotUnusable            1   a layer of it is missing or damaged; healing then goes back to the checkpoint
   WaitTimeout                 1   a wait came to its limit; says for whom and in which step
@@ -67,6 +68,10 @@ class Misconduct(ProtocolError):  # noqa: N818
     def __init__(self, text: str, node: int) -> None:
         super().__init__(text)
         self.node = node
+
+
+class Unasked(ProtocolError):  # noqa: N818
+    """An answer that fits no question: of the two that spoke with each other one did so wrongly."""
 
 
 class CheckpointError(RingError):

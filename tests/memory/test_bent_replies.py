@@ -198,6 +198,24 @@ def test_who_sends_a_gradient_another_way_than_all_is_named_whoever_comes_last(o
         assert (lost.lost, "another way than the others" in lost.reason) == ((1,), True)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "settings", "nodes"),
+    [("easgd", {"tau": 1}, 3), ("ps", {"consistency": "async"}, 3), ("ps", {"teams": "2/1"}, 5)],
+)
+def test_who_asks_for_what_it_did_not_want_is_dropped_and_does_not_end_the_run(
+    strategy: str, settings: dict[str, Any], nodes: int, base: Base
+) -> None:
+    """It accused the master of an answer that nobody had asked for, and failed."""
+
+    def another(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.Pull) or peer or not message.step:
+            return None
+        return peer, msgspec.structs.replace(message, step=message.step - 1), tensors
+
+    (lost, *_) = base.run(Crooked(nodes, 1, another), strategy, settings, steps=STEPS).summary.recoveries
+    assert (lost.lost, "asked for what it did not want" in lost.reason) == ((1,), True)
+
+
 def test_a_server_takes_no_gradient_of_keys_it_does_not_have_nor_of_steps_to_come(base: Base) -> None:
     """It kept them: a worker could fill its memory."""
 
@@ -209,10 +227,35 @@ def test_a_server_takes_no_gradient_of_keys_it_does_not_have_nor_of_steps_to_com
             return None
         return peer, msgspec.structs.replace(message, step=message.step + 1), tensors
 
-    for crooked, said in ((elsewhere, "does not have it"), (later, "out of turn")):
+    def much_later_elsewhere(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.Push):
+            return None
+        return 1 - peer, msgspec.structs.replace(message, step=message.step + 1000), tensors
+
+    for crooked, replicas, said in (
+        (elsewhere, 0, "does not have it"), (later, 0, "out of turn"), (much_later_elsewhere, 1, "out of turn"),
+    ):  # fmt: skip
         pool = Crooked(4, 2, crooked)
-        (lost, *_) = base.run(pool, "ps", {"servers": 2}, steps=STEPS).summary.recoveries
+        (lost, *_) = base.run(pool, "ps", {"servers": 2, "replicas": replicas}, steps=STEPS).summary.recoveries
         assert (lost.lost, said in lost.reason) == ((2,), True)
+
+
+@pytest.mark.parametrize("field", ["step", "bucket"])
+def test_a_part_of_the_next_exchange_or_of_the_other_kind_costs_its_sender_and_nobody_waits(
+    field: str, base: Base
+) -> None:
+    """It was kept for later: what was due never came, and the run ended with the word that it had waited for node 0."""
+
+    def other(peer: int, message: Message, tensors: Tensors) -> tuple[int, Message, Tensors] | None:
+        if not isinstance(message, messages.GradientPart) or message.step < 3 or message.chunk != 1 or message.hop:
+            return None
+        was = getattr(message, field)
+        return peer, msgspec.structs.replace(message, **{field: was + 1 if field == "step" else 1 - was}), tensors
+
+    pool = Crooked(2, 1, other)
+    (lost,) = base.run(pool, "tensor", {"least": 1}, steps=STEPS, clip_norm=0.5).summary.recoveries
+    assert lost.lost == (1,)
+    assert "of another kind" in lost.reason or "before all of" in lost.reason
 
 
 def test_a_neighbour_sends_no_model_of_steps_that_nobody_can_have_come_to(base: Base) -> None:

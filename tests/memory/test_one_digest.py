@@ -208,3 +208,18 @@ def test_statistics_of_each_worker_are_not_called_those_of_one_process(
     done = api.start(config, stack_of(), data, None, run_dir=tmp_path / "run", pool=InMemoryPool(2)).summary
     assert done.drifts is drifts
     assert sum("running statistics of its own" in text for text in done.warnings) == int(drifts)
+
+
+def test_one_worker_alone_is_not_said_to_train_in_another_way_than_the_ring_whose_digest_it_has(tmp_path: Path) -> None:
+    """With averaging, whose means are then of one. With two nodes they are not, and it is said."""
+    done = {}
+    for strategy, nodes in (("ring", 1), ("averaging", 1), ("averaging", 2)):
+        torch.manual_seed(0)
+        part = TrainingPart(batch_size=16, microbatches=4, steps=10, optimizer="adamw")
+        config = RunConfig(training=part, ring=RingPart(nodes=nodes, strategy=strategy))
+        data, pool = (tensors("t", *blobs()), None), InMemoryPool(nodes)
+        run_dir = tmp_path / f"{strategy}{nodes}"
+        layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)]
+        done[strategy, nodes] = api.start(config, layers, data, None, run_dir=run_dir, pool=pool).summary
+    assert [each.drifts for each in done.values()] == [False, False, True]
+    assert done["ring", 1].weights_sha256 == done["averaging", 1].weights_sha256

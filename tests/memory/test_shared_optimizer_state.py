@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from crooked import Crooked, Tensors
 from harness import Built, recipe, ring_in_memory
 from ringtmp.config import KeepPart, RingPart, RunConfig, TrainingPart
-from ringtmp.errors import ProtocolError, UsageError
+from ringtmp.errors import Misconduct, ProtocolError, UsageError
 from ringtmp.launch.ring_in_one_process import InMemoryPool
 from ringtmp.plan.node_groups import members_of
 from ringtmp.plan.route import Visit
@@ -21,10 +24,12 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.snapshot_store import SnapshotStore
 from ringtmp.strategies.ring import gradient_buckets
 from ringtmp.strategies.ring.gather_state import GatheredState
+from ringtmp.strategies.ring.pass_order import PassOrder
 from ringtmp.strategies.ring.shared_state import SharedState
 from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.transport.base import Channel, Frame
 from ringtmp.transport.faults import Faults, Shaped
+from ringtmp.wire import messages
 from ringtmp.wire.messages import GroupState
 from ringtmp.wire.tensors import TensorSpec
 from test_group_members_lost import MOMENTS, NODE, OTHER, Moment, Mortal, Ticking, arm, expected, run
@@ -180,6 +185,53 @@ def test_state_that_comes_steps_later_is_still_of_its_snapshot(
     assert max(behind) >= 1, "nothing ever came late"
 
 
+@pytest.mark.usefixtures("offenders")
+@pytest.mark.parametrize(
+    ("kind", "which", "later"),
+    [
+        ("GroupNorms", 0, 1),
+        ("GroupWeights", 3, 2),
+        ("GroupSum", 3, 1),
+        pytest.param("GroupNorms", 3, 2**60, marks=pytest.mark.long),
+        pytest.param("GroupWeights", 0, 10**6, marks=pytest.mark.long),
+        pytest.param("GroupSum", 8, 2**60, marks=pytest.mark.long),
+    ],
+)
+def test_who_speaks_of_a_later_pass_before_it_has_said_all_of_this_one_is_named(
+    kind: str, which: int, later: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It was believed, what was due never came, and the run ended with the word that an innocent node gives no sign of life."""
+    calm, left = expected(tmp_path_factory.getbasetemp()), [which]
+
+    def of_later(peer: int, message: Any, tensors: Tensors) -> tuple[int, Any, Tensors] | None:
+        if not isinstance(message, getattr(messages, kind)):
+            return None
+        left[0] -= 1
+        return (peer, msgspec.structs.replace(message, turn=message.turn + later), tensors) if left[0] < 0 else None
+
+    shares = {"share_optimizer": kind != "GroupSum"}
+    keep = KeepPart(checkpoint_every=1000, protect="memory")
+    done = run(tmp_path / "bent", Crooked(5, 2, of_later), "2,2", keep=keep, **shares).summary
+    assert [each.lost for each in done.recoveries] == [(2,)]
+    assert done.weights_sha256 == calm
+
+
+def test_what_is_owed_of_a_pass_is_said_once_and_before_anything_of_a_later_one() -> None:
+    order = PassOrder(lambda sender: ("a", "b"))
+    order.check(2, 1, "a", 0, 1)
+    for what, turn, why in (("c", 1, "not its to send"), ("a", 1, "out of turn"), ("a", 2, "before all of pass 1")):
+        with pytest.raises(ProtocolError, match=why):
+            order.check(2, turn, what, 0, 1)
+    order = PassOrder(lambda sender: ("a", "b"))
+    order.check(2, 3, "a", 0, None)  # evaluations may lie between; this member is in none of its passes yet
+    order.nobody_left_out(3)
+    with pytest.raises(Misconduct, match="of pass 3 before all of pass 2") as found:
+        order.nobody_left_out(2)
+    assert found.value.node == 2
+    with pytest.raises(ProtocolError, match="out of turn"):
+        order.check(2, 2, "a", 0, None)
+
+
 def test_state_that_is_not_a_layers_or_comes_twice_is_refused(built_of: Callable[[str], Built]) -> None:
     given = built_of("mlp").layers
     index = next(at for at, each in enumerate(given) if each.trained)
@@ -202,12 +254,46 @@ def test_state_that_is_not_a_layers_or_comes_twice_is_refused(built_of: Callable
     for what, why in wrong:
         with pytest.raises(ProtocolError, match=why):
             said(**what)
+    said(step=3)  # of a snapshot that was given up, and late
     said()
     said(sender=3)
-    said(step=3)  # of a snapshot that was given up, and late
     with pytest.raises(ProtocolError, match="twice"):
         said()
     said(step=6)  # the next
+    with pytest.raises(ProtocolError, match="twice"):
+        said()
+    gathered = GatheredState(Visit(1, 1, index, index + 2, (2, 3)), given.__getitem__)
+    said()
+    with pytest.raises(ProtocolError, match="of step 6 before all of step 5"):
+        said(step=6)
+
+
+def test_a_member_that_announces_the_next_snapshot_keeps_none_from_becoming_whole() -> None:
+    """What had come of the one under way was thrown away for it."""
+    visit = Visit(1, 1, 0, 1, (2, 3))
+    gathered = GatheredState(visit, lambda layer: pytest.fail("not asked"))
+    stage: Any = SimpleNamespace(visit=visit, layer_state=lambda layer, frozen: ([torch.ones(1)], {}))
+
+    def came(sender: int, step: int) -> None:
+        value = torch.tensor([float(step)])
+        gathered.put(Mail(sender, GroupState(step, 1, 0, ((f"of {sender}", "m"),)), [value], 4, 0.0, 0.0))
+
+    first, second = visit.others
+    for step in (5, 8):
+        came(first, step)
+        gathered.take(step, stage, lambda layer: frozenset())
+        came(first, step + 1)  # there will be none
+        assert list(gathered.whole()) == []
+        came(second, step)
+        ((found, layer, (_, state)),) = gathered.whole()
+        assert (found, layer, {float(each) for each in state.values()}) == (step, 0, {float(step)})
+        assert list(gathered.whole()) == []
+        came(first, step + 2)
+        assert len(gathered._parts) <= 2
+    gathered.drop(20)
+    came(first, 20)
+    assert list(gathered.whole()) == []
+    assert not gathered._parts
 
 
 def test_a_store_that_takes_none_of_several_whole_layers_ends_their_snapshot_with_a_word(

@@ -285,7 +285,7 @@ class Generations:
     def _drifts(self) -> bool:
         ring = self.config.ring
         strategy, settings = registry.of(ring)
-        return ring.local_steps is not None or parse_sums(ring.group_sums) > 0 or drifts(strategy, settings)
+        return ring.local_steps is not None or parse_sums(ring.group_sums) > 0 or drifts(strategy, settings, ring.nodes)
 
     def _exactness(self, progress: Progress) -> str:
         if self._run.batches.not_ours is not None or progress.stream.strayed:

@@ -296,6 +296,8 @@ class BaseLeader:
         """Of the two one breaks the protocol. The accuser is believed: it has nothing to win."""
         if message.node == accuser:
             raise ProtocolError("accused itself")
+        if message.node == MASTER:  # which answers as it is asked
+            raise ProtocolError(f"asked for what it did not want: the master {untrusted.line(message.why)}")
         if message.node in self.hellos:  # else it is gone already
             self.endpoint.offended(message.node, f"{untrusted.line(message.why)} (says node {accuser})", sure=False)
 

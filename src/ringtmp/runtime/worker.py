@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringtmp.errors import Misconduct, ProtocolError
+from ringtmp.errors import Misconduct, ProtocolError, Unasked
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.events import NodeEnded, Reading
 from ringtmp.plan.route import MASTER
@@ -97,6 +97,9 @@ class Worker:
 
     def _blame(self, node: int, error: ProtocolError) -> None:
         """A node that breaks the protocol costs itself. Whoever trusts nobody but the master cannot do without it."""
+        if node == MASTER and isinstance(error, Unasked):
+            self.endpoint.post(MASTER, Accused(MASTER, str(error)))  # which knows what it was asked
+            return
         if node in (MASTER, self.endpoint.node):
             raise error
         self.endpoint.offended(node, str(error))

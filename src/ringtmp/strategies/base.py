@@ -173,6 +173,8 @@ class Strategy:
     full_batch: ClassVar[bool] = False
     #: What comes out is not what one process would have, whatever the settings.
     own_method: ClassVar[bool] = False
+    #: Whether that needs others: one worker trains as one process does.
+    own_among_several: ClassVar[bool] = False
     #: Workers take shares of a batch; else every worker takes the whole.
     shares_batches: ClassVar[bool] = True
     #: What travels are gradients that add up from step to step: a wire format may leave out what the next one brings.
@@ -314,8 +316,10 @@ def keeps_bits(strategy: Strategy, settings: Any, sum_tree: int) -> bool:
     return strategy.exactness(settings) == "bits" or (sum_tree > 1 and strategy.sums_by_tree(settings))
 
 
-def drifts(strategy: Strategy, settings: Any) -> bool:
-    """Whether it trains otherwise than one process does, not only with other rounding."""
+def drifts(strategy: Strategy, settings: Any, nodes: int = 2) -> bool:
+    """Whether it trains otherwise than one process does, not only with other rounding. `nodes`: of which one may be alone."""
+    if strategy.own_among_several and len(strategy.roles(settings, nodes).workers) == 1:
+        return False
     own = strategy.own_method or strategy.full_batch or strategy.delayed(settings)
     return own or strategy.exactness(settings) == "steps"
 

@@ -106,7 +106,7 @@ class Averaging(Strategy):
     Settings = AveragingSettings
     short = "tau"
     state_from = "survivors"
-    own_method = True  # with tau=1, too: each worker has an optimizer of its own
+    own_method = own_among_several = True  # with tau=1, too: each worker has an optimizer of its own
 
     def parse_short(self, text: str) -> dict[str, Any]:
         if not text.isdigit() and text != AUTO:

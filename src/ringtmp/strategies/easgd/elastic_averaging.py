@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import ProtocolError, Unasked
 from ringtmp.metrics import events, power_of_this_device
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.plan.route import MASTER
@@ -190,7 +190,7 @@ class ElasticWorker(Exchange):
 
     def fetched(self, message: Pulled, mail: Mail) -> None:
         if message.key not in self._missing or message.step != self._asked:
-            raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
         self._recorder.received(self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         self._missing.discard(message.key)
         self._came[message.key] = mail.present()[0]

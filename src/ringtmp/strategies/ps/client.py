@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import ProtocolError, Unasked
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.model.sufficient_factors import Factors
 from ringtmp.runtime.gradient_sums import Sums
@@ -173,7 +173,7 @@ class Client(Exchange):
         asked_for = bool(self._questions[key.number, message.step])
         unasked = self._settings.eager and message.step == message.oldest + int(self._settings.bound)
         if not asked_for and not unasked:
-            raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
         # What comes by itself may be for the step of a question that is still to be answered.
         self._questions[key.number, message.step] -= asked_for and not (unasked and self._settings.bound)
         if not self._questions[key.number, message.step]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ringtmp.errors import ProtocolError
+from ringtmp.errors import ProtocolError, Unasked
 from ringtmp.metrics.step_recorder import Recorder
 from ringtmp.runtime.mailbox import Endpoint, Mail
 from ringtmp.strategies.data_parallel.dealt_shares import CLOSE, shares_dealt
@@ -87,7 +87,7 @@ class Proxy:
         key, held = self._table[message.key], self._keys[message.key]
         found = next((each for each in held.asked if each.step == message.step), None)
         if found is None:
-            raise ProtocolError(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
         held.asked.remove(found)
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         # Whoever asks for this step later gets the same; a worker is at most one step behind what its team has pushed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -29,6 +30,8 @@ from ringtmp.wire.messages import Copied, Copy, Enlist, Fetch, Kept, Pull, Pulle
 
 #: Answers handed to a worker's link at once; the rest wait here, where their order can still change.
 CREDIT_BYTES = 2 * 1024**2
+#: Steps that a worker may be ahead of what a replica has, beyond those it makes without an answer.
+MOST_EARLY = 8
 
 
 class Server:
@@ -80,7 +83,7 @@ class Server:
         if isinstance(message, Push) and message.key not in self._slots:
             if message.key not in self._replicas:
                 raise ProtocolError(f"sent its gradient of key {message.key} to a server that does not have it")
-            self._early.append(mail)  # the sender has heard sooner that a server is lost whose keys lie here
+            self._keep_early(mail, message)
             return True
         if isinstance(message, Push | Copy):
             if isinstance(message, Push) and message.fresh and self._fresh_step < message.step:
@@ -119,6 +122,20 @@ class Server:
             self._recorder.end(started, "update", self._table[message.key].layer, -1)
             self._close()
         return True
+
+    def _keep_early(self, mail: Mail, push: Push) -> None:
+        """The sender has heard sooner that a server is lost whose keys lie here. What it was answered is in the replica."""
+        slot, settings = self._replicas[push.key], self._settings
+        done = slot.updates if settings.gathered else slot.clocks.get(mail.sender, 0)
+        bound = 0 if math.isinf(settings.bound) else int(settings.bound)
+        if push.step > done + bound + settings.n_push + settings.n_fetch + MOST_EARLY:
+            raise ProtocolError(f"sent its gradient of key {push.key} of step {push.step} out of turn")
+        name = (mail.sender, push.key, push.step, push.node)
+        if any(name == (each.sender, other.key, other.step, other.node) for each in self._early
+               if isinstance(other := each.message, Push)):  # fmt: skip
+            raise ProtocolError(f"sent its gradient of key {push.key} of step {push.step} twice")
+        if push.step >= done:
+            self._early.append(mail)
 
     # -- push ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ the size of the group. Where members share the optimizer state (`shared_state.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -23,9 +23,6 @@ from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
 from ringtmp.strategies.ring.gradient_buckets import Bucket, buckets, owners
 from ringtmp.wire.messages import GroupSum, Specs
-
-#: Whose sums may be under way: this one, and the next of a member that has this one's already.
-MOST_PASSES = 2
 
 
 class GroupSums:
@@ -46,7 +43,6 @@ class GroupSums:
         self._post = post
         self._adding = equal_shares(tree, len(visit.members))
         self._own = tree.whole(share_of(visit, me, tree))
-        self._split = frozenset(self._adding.split())
         self._shares_state = shares_state
         self._owners: tuple[int, ...] = ()
         self._additions: dict[int, TreeAddition] = {}  # by bucket: those begun
@@ -56,7 +52,6 @@ class GroupSums:
         self._step = 0
         self._finished = False  # every gradient of this member's is there
         self._early: list[Mail] = []  # of what is not begun here
-        self._seen: dict[int, set[tuple[int, int, int]]] = {}  # by pass: bucket, node and chunk of what came
 
     def begin(self, turn: int, step: int) -> None:
         """This member's last microbatch of the pass is about to go backward, or it has none."""
@@ -150,36 +145,33 @@ class GroupSums:
     def _adding_of(self, bucket: int) -> Adding:
         return replace(self._adding, whole_at=self.owner(bucket)) if self._shares_state else self._adding
 
-    def check(self, sender: int, message: GroupSum, done_turn: int) -> None:
-        """ProtocolError: not this member's to send, not now, or not as large as it must be."""
-        rank, known = self._visit.members.index(sender), self.known_buckets()
-        if message.turn <= done_turn:
-            raise ProtocolError(f"sent a sum of pass {message.turn} out of turn")
+    def owed_by(self, sender: int) -> Iterator[str]:
+        """What another member sends here of every pass."""
+        rank = self._visit.members.index(sender)
+        for number in range(len(self.known_buckets())):
+            adding = self._adding_of(number)
+            yield from (named(number, node, chunk) for node, chunk, *way in adding.hops() if way == [rank, self._rank])
+            for chunk in range(adding.chunks if adding.whole_at is None else 0):
+                if adding.owner(ROOT, chunk) == rank:
+                    yield named(number, ROOT, chunk)
+
+    def check(self, message: GroupSum) -> str:
+        """What it is of those owed. ProtocolError: of no bucket, or not as large as it must be."""
+        known = self.known_buckets()
         if not 0 <= message.bucket < len(known):
             raise ProtocolError(f"sent bucket {message.bucket}, which there is not")
-        adding = self._adding_of(message.bucket)
+        adding, bucket = self._adding_of(message.bucket), known[message.bucket]
         if not 0 <= message.chunk < adding.chunks:
             raise ProtocolError(f"sent chunk {message.chunk} of bucket {message.bucket}, which there is not")
-        known_node = message.node == ROOT or message.node >> 1 in self._split
-        if not known_node or adding.owner(message.node, message.chunk) != rank:
-            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node}, which is not its to send")
-        here = (
-            adding.whole_at is None
-            if message.node == ROOT
-            else adding.owner(message.node >> 1, message.chunk) == self._rank
-        )
-        if not here:
-            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node}, which is not added up here")
-        bucket = known[message.bucket]
         if message.there and len(message.there) != len(bucket.slots):
             raise ProtocolError(f"sent {len(message.there)} tensors of {len(bucket.slots)}")
         first, stop = adding.bounds(message.chunk, bucket.size)
         check_values(message.tensors, not message.there or any(message.there), stop - first, bucket.dtype)
-        self._seen = {turn: seen for turn, seen in self._seen.items() if turn > done_turn}
-        seen, name = self._seen.setdefault(message.turn, set()), (message.bucket, message.node, message.chunk)
-        if name in seen or len(self._seen) > MOST_PASSES:
-            raise ProtocolError(f"sent chunk {message.chunk} of sum {message.node} in pass {message.turn} out of turn")
-        seen.add(name)
+        return named(message.bucket, message.node, message.chunk)
+
+
+def named(bucket: int, node: int, chunk: int) -> str:
+    return f"chunk {chunk} of sum {node} of bucket {bucket}"
 
 
 def check_values(specs: Specs, wanted: bool, size: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from ringtmp.plan.node_groups import member_for
 from ringtmp.plan.route import holder_of
 from ringtmp.runtime.layer_snapshot import Label
 from ringtmp.strategies.ring.exchange_snapshots import MOST_PIECE_BYTES
+from ringtmp.strategies.ring.pass_order import MOST_PASSES_AHEAD
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.strategies.ring.sums_and_norms import SumsAndNorms
 from ringtmp.wire.formats import wire_format
@@ -42,8 +43,6 @@ from ringtmp.wire.who_may_send import Who
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 MOST_LABEL_BYTES = 2**20
 MOST_PARAMETERS = 10**7
-#: Evaluations that a member of a group may be ahead of another.
-MOST_PASSES_AHEAD = 64
 #: Answers kept; a peer that invents visits gets no more memory than this.
 MOST_NEIGHBOURS = 4096
 _labels = msgspec.msgpack.Decoder(Label)
@@ -157,13 +156,13 @@ class Scrutiny:
     def _within_group(
         self, sender: int, message: GroupSum | GroupChange | GroupNorms | GroupWeights | GroupState
     ) -> None:
-        visit, done_turn, ending = message.visit, self._visits[message.visit].done_turn, self._ending
+        visit, ending = message.visit, self._ending
         if isinstance(message, GroupSum) and visit in ending.groups:
-            ending.groups[visit].check(sender, message, done_turn)
+            ending.check(sender, self._visits[visit], message)
         elif isinstance(message, GroupChange) and visit in ending.late:
             ending.late[visit].check(sender, message)
         elif isinstance(message, GroupNorms | GroupWeights) and visit in ending.sharing:
-            ending.sharing[visit].check(sender, message, done_turn)
+            ending.check(sender, self._visits[visit], message)
         elif isinstance(message, GroupState) and visit in ending.gathered:
             done = self._setup.step + self._visits[visit].updates
             ending.gathered[visit].check(sender, message, done)

@@ -13,7 +13,7 @@ parts are not those of the whole. So the bits are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from ringtmp.runtime.add_along_tree import flat_sum
 from ringtmp.runtime.clipping import Norms
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import Stage
-from ringtmp.strategies.ring.group_sums import MOST_PASSES, GroupSums, check_values
+from ringtmp.strategies.ring.group_sums import GroupSums, check_values
 from ringtmp.wire.messages import GroupNorms, GroupWeights
+
+NORMS = "its norms"
 
 
 class SharedState:
@@ -97,28 +99,26 @@ class SharedState:
 
     # -- what others say --------------------------------------------------------------------------------------------------
 
-    def check(self, sender: int, message: GroupNorms | GroupWeights, done_turn: int) -> None:
-        """ProtocolError: not this member's to say, not now, or not as large as it must be."""
-        passes = self._norms if isinstance(message, GroupNorms) else self._weights
-        if message.turn <= done_turn or len({*passes, message.turn}) > MOST_PASSES:
-            raise ProtocolError(f"sent {type(message).__name__} of pass {message.turn} out of turn")
+    def owed_by(self, sender: int, clip: bool) -> Iterator[str]:
+        """What another member sends here of every pass."""
+        if clip and not self._rank:
+            yield NORMS
+        for number in range(len(self._sums.known_buckets())):
+            if self._visit.members[self._sums.owner(number)] == sender:
+                yield parameters_of(number)
+
+    def check(self, message: GroupNorms | GroupWeights) -> str:
+        """What it is of those owed. ProtocolError: of no bucket, or not as large as it must be."""
         if isinstance(message, GroupNorms):
-            self._check_norms(sender, message)
-            return
+            self._check_norms(message)
+            return NORMS
         known = self._sums.known_buckets()
         if not 0 <= message.bucket < len(known):
             raise ProtocolError(f"sent bucket {message.bucket}, which there is not")
-        if self._visit.members[self._sums.owner(message.bucket)] != sender:
-            raise ProtocolError(f"sent the parameters of bucket {message.bucket}, which is not its to update")
-        if message.bucket in self._weights.get(message.turn, ()):
-            raise ProtocolError(f"sent the parameters of bucket {message.bucket} twice in pass {message.turn}")
         check_values(message.tensors, True, known[message.bucket].size, known[message.bucket].dtype)
+        return parameters_of(message.bucket)
 
-    def _check_norms(self, sender: int, message: GroupNorms) -> None:
-        if self._rank:
-            raise ProtocolError("sent its norms to a member that does not speak for the group")
-        if sender in self._norms.get(message.turn, ()):
-            raise ProtocolError(f"sent its norms twice in pass {message.turn}")
+    def _check_norms(self, message: GroupNorms) -> None:
         runs: list[tuple[str, tuple[int, ...]]] = []
         for each in self._stage.parameters[0]:
             dtype = str(each.dtype).removeprefix("torch.")
@@ -129,3 +129,7 @@ class SharedState:
         found = [None if each is None else (each.dtype, tuple(each.shape)) for each in message.tensors]
         if found != runs:
             raise ProtocolError(f"sent {message.tensors} as norms")
+
+
+def parameters_of(bucket: int) -> str:
+    return f"the parameters of bucket {bucket}"

@@ -4,18 +4,20 @@ each other's gradients, each makes its own update and tells the others what that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from ringtmp.errors import ProtocolError
 from ringtmp.runtime.clipping import total_norm
 from ringtmp.runtime.mailbox import Mail
 from ringtmp.runtime.stage import layer_of
 from ringtmp.strategies.ring.gather_state import GatheredState
 from ringtmp.strategies.ring.group_sums import GroupSums
 from ringtmp.strategies.ring.late_sums import LateSums
+from ringtmp.strategies.ring.pass_order import PassOrder
 from ringtmp.strategies.ring.segment_queue import Pass, VisitState
 from ringtmp.strategies.ring.shared_state import SharedState
 from ringtmp.wire.messages import GroupChange, GroupNorms, GroupSum, GroupWeights, Norms, Scale, Setup
@@ -48,6 +50,7 @@ class SumsAndNorms:
             for index, sums in self.groups.items()
             if shares
         }
+        self._orders = {index: PassOrder(partial(self._owed, index)) for index in self.groups}
         #: On the first of a group, whose members each keep some of the optimizer state.
         self.gathered = {
             index: GatheredState(visits[index].visit, partial(layer_of, visits[index].stage))
@@ -89,6 +92,22 @@ class SumsAndNorms:
             (total,) = mail.present()
             self.scale(state, state.pass_of(message.turn), total)
 
+    def check(self, sender: int, state: VisitState, message: GroupSum | GroupNorms | GroupWeights) -> None:
+        """ProtocolError: not what another member owes this one of a pass, or not now."""
+        index, current = message.visit, state.current
+        if state.stage.changes is None:
+            raise ProtocolError(f"sent {type(message).__name__} before there is anything to agree on")
+        what = (
+            self.groups[index].check(message) if isinstance(message, GroupSum) else self.sharing[index].check(message)
+        )
+        under_way = current.turn if current is not None and current.training else None
+        self._orders[index].check(sender, message.turn, what, state.done_turn, under_way)
+
+    def _owed(self, index: int, sender: int) -> Iterator[str]:
+        yield from self.groups[index].owed_by(sender)
+        if index in self.sharing:
+            yield from self.sharing[index].owed_by(sender, self._clip)
+
     def _take_change(self, state: VisitState, mail: Mail) -> None:
         late, current = self.late[state.visit.index], state.current
         late.take(mail)
@@ -118,6 +137,7 @@ class SumsAndNorms:
         """The last microbatch here is about to go backward, or there is none: a group begins to add up."""
         group = self.groups.get(state.visit.index)
         if group is not None:
+            self._orders[state.visit.index].nobody_left_out(current.turn)
             group.begin(current.turn, current.step)
 
     def add_up_if_complete(self, state: VisitState, current: Pass) -> None:

@@ -40,25 +40,37 @@ class Collectives:
         self._ring = RingReduce(sender, workers, self._summed)
         self.number = 0  # of the exchange that is under way, or the next one
         self._size = -1  # of the vector of the exchange that is under way
+        self._kind: int | None = None  # of the exchange that is under way; None: not begun here
+        self._came: dict[tuple[int, int], tuple[int, int]] = {}  # by exchange and sender: its kind, how many parts
         self._early: list[Mail] = []  # parts of a sum that came before this worker's own vector
         self._told: dict[int, dict[int, torch.Tensor]] = {}  # by exchange: what came from whom
         self._total: torch.Tensor | None = None
         self._last: dict[tuple[int, int, int, bool, int], int] = {}
 
     def add_up(self, vector: torch.Tensor) -> None:
-        self._size = len(vector)
+        self._begin(ADDED, vector)
         self._ring.start(self.number, ADDED, vector)
         early, self._early = self._early, []
         for mail in early:
             self.part(mail)
 
     def tell(self, vector: torch.Tensor) -> None:
-        self._size = len(vector)
+        self._begin(TOLD, vector)
         self._told.setdefault(self.number, {})[self._sender.me] = vector
         part = GradientPart(self.number, TOLD, self._workers.index(self._sender.me), 0, True)
         for other in self._workers:
             if other != self._sender.me:
                 self._sender.post(other, part, [vector])
+
+    def _begin(self, kind: int, vector: torch.Tensor) -> None:
+        self._kind, self._size = kind, len(vector)
+        for (number, sender), (other, _) in self._came.items():
+            if number == self.number and other != kind:
+                raise Misconduct(f"sent a part of exchange {number}, which is of another kind", sender)
+
+    def _end(self) -> None:
+        self.number, self._size, self._kind = self.number + 1, -1, None
+        self._came = {name: each for name, each in self._came.items() if name[0] >= self.number}
 
     def part(self, mail: Mail) -> None:
         message = mail.message
@@ -78,7 +90,7 @@ class Collectives:
         """The sum, once."""
         total, self._total = self._total, None
         if total is not None:
-            self.number, self._size = self.number + 1, -1
+            self._end()
         return total
 
     def take_parts(self) -> list[torch.Tensor] | None:
@@ -91,7 +103,7 @@ class Collectives:
         for worker, each in zip(self._workers, found, strict=True):
             if len(each) != self._size:
                 raise Misconduct(f"told {len(each)} values, not {self._size}", worker)
-        self.number, self._size = self.number + 1, -1
+        self._end()
         return found
 
     def inspect(self, sender: int, message: Message) -> None:
@@ -118,6 +130,25 @@ class Collectives:
         if message.step <= self._last.get(name, -1):
             raise ProtocolError(f"sent part {message.chunk} of exchange {message.step} twice")
         self._last[name] = message.step
+        self._in_order(sender, message)
+
+    def _in_order(self, sender: int, message: GradientPart) -> None:
+        """Whoever is in the next exchange has this worker's part of this one, and has sent all of its own."""
+        number, kind = message.step, message.bucket
+        before, count = self._came.get((number, sender), (kind, 0))
+        if before != kind or (number == self.number and self._kind not in (None, kind)):
+            raise ProtocolError(f"sent a part of exchange {number}, which is of another kind")
+        if number > self.number and (self._kind is None or self._lacks(sender)):
+            raise ProtocolError(f"sent a part of exchange {number} before all of exchange {self.number}")
+        self._came[number, sender] = kind, count + 1
+
+    def _lacks(self, sender: int) -> bool:
+        """Whether something of the exchange that is under way has not come from there."""
+        others = len(self._workers) - 1
+        due = 1
+        if self._kind == ADDED:  # every sum comes from the one before: while it is added up, and when it is whole
+            due = 2 * others if sender == self._workers[self._workers.index(self._sender.me) - 1] else 0
+        return self._came.get((self.number, sender), (self._kind, 0))[1] < due
 
     def _summed(self, number: int, bucket: int, vector: torch.Tensor) -> None:
         self._total = vector
