@@ -11,7 +11,7 @@ from ringtmp import errors
 
 API = (Path(__file__).parents[2] / "docs/api.md").read_text()
 #: Errors that are raised and caught inside: a run never ends with one.
-INTERNAL = {"Misconduct", "SnapshotUnusable"}
+INTERNAL = {"Misconduct", "SnapshotUnusable", "Unasked"}
 
 
 @pytest.mark.parametrize("name", ringtmp.__all__)
