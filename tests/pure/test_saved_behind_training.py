@@ -90,3 +90,15 @@ def test_the_next_one_waits_for_it_and_a_full_disk_costs_one_checkpoint(saving: 
     assert saving.save(Leader(), Progress(50), needed=True)
     assert saving.step == 50
     assert not [path.name for path in saving.newest().folder.parent.glob(".step-*")]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_was_added_before_beginning_again_is_in_no_checkpoint(tmp_path: Path, behind: bool) -> None:
+    """An ensemble that loses a worker while it saves has fewer members than it began with."""
+    writer = CheckpointWriter(tmp_path, "run", Progress(20), behind=behind)
+    for index in (0, 1):
+        writer.add(index, LAYER, [torch.zeros(3)], {})
+    writer.begin_again()
+    writer.add(0, LAYER, [torch.ones(3)], {})
+    (kept,) = writer.commit().glob("*.safetensors")
+    assert writer.bytes == kept.stat().st_size

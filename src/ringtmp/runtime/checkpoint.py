@@ -153,9 +153,10 @@ class CheckpointWriter:
 
     def begin_again(self) -> None:
         """Nothing that was added counts."""
-        for name in self._files:
+        for name in (*self._files, *self._unsettled):
             (self._hidden / name).unlink()
         self._files.clear()
+        self._unsettled.clear()
         self.bytes = 0
 
     def commit(self) -> Path:
