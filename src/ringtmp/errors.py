@@ -73,6 +73,9 @@ class Misconduct(ProtocolError):  # noqa: N818
 class Unasked(ProtocolError):  # noqa: N818
     """An answer that fits no question: of the two that spoke with each other one did so wrongly."""
 
+    def __init__(self, key: int, step: int) -> None:
+        super().__init__(f"sent key {key} for step {step}, which nobody asked for")
+
 
 class CheckpointError(RingError):
     pass

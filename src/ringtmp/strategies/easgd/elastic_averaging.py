@@ -190,7 +190,7 @@ class ElasticWorker(Exchange):
 
     def fetched(self, message: Pulled, mail: Mail) -> None:
         if message.key not in self._missing or message.step != self._asked:
-            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(message.key, message.step)
         self._recorder.received(self._table[message.key].layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         self._missing.discard(message.key)
         self._came[message.key] = mail.present()[0]

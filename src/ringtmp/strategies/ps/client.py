@@ -173,7 +173,7 @@ class Client(Exchange):
         asked_for = bool(self._questions[key.number, message.step])
         unasked = self._settings.eager and message.step == message.oldest + int(self._settings.bound)
         if not asked_for and not unasked:
-            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(message.key, message.step)
         # What comes by itself may be for the step of a question that is still to be answered.
         self._questions[key.number, message.step] -= asked_for and not (unasked and self._settings.bound)
         if not self._questions[key.number, message.step]:

@@ -87,7 +87,7 @@ class Proxy:
         key, held = self._table[message.key], self._keys[message.key]
         found = next((each for each in held.asked if each.step == message.step), None)
         if found is None:
-            raise Unasked(f"sent key {message.key} for step {message.step}, which nobody asked for")
+            raise Unasked(message.key, message.step)
         held.asked.remove(found)
         self._recorder.received(key.layer, -1, mail.first_at, mail.arrived_at, mail.payload_bytes)
         # Whoever asks for this step later gets the same; a worker is at most one step behind what its team has pushed.
